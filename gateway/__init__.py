@@ -1,0 +1,1 @@
+"""The HTTP edge: sockets in, events to the core, commands from it, sockets out. Decides nothing."""

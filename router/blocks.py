@@ -1,0 +1,82 @@
+"""Token ids (or text) to chained block hashes.
+
+A block hash is the XXH3-128 of the parent's hash, the block's tokens as uint32, and its extra
+keys: it names the block with its whole prefix. These are *our* names, computed the same way from a
+request's prompt and from the token ids in an engine's events, so routing depends on no engine's
+hash seed or algorithm. XXH3 isn't made against attackers; a forged collision could only mislead
+the choice of an instance, since engines match by their own hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from moongate.router.model import TEXT_CHUNK_BYTES, BlockHash, BlockSpace, ExtraKeys
+
+TOKEN_BYTES = 4
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Return token ids as native uint32 bytes, the form in which blocks are hashed.
+
+    Raises: OverflowError for an id that doesn't fit, TypeError for what is no integer.
+    """
+    return array("I", token_ids).tobytes()
+
+
+def root_hash(space: BlockSpace) -> BlockHash:
+    """Return the parent of a chain's first block."""
+    text = f"moongate\0{space.block_size_tokens}\0{space.lora_name or ''}"
+    return BlockHash(xxhash.xxh3_128_digest(text.encode()))
+
+
+def extend_chain(
+    parent: BlockHash,
+    tokens: bytes,
+    block_size_tokens: int,
+    extra_keys: Sequence[ExtraKeys | None] | None = None,
+) -> list[BlockHash]:
+    """Return the hashes of the full blocks in `tokens` (packed), chained from `parent`.
+
+    `extra_keys` has an entry for each block, or is None when no block has any. A tail that fills
+    no block is left out. Cost: one XXH3 of 16 + 4 x block size bytes a block.
+    """
+    digest = xxhash.xxh3_128_digest
+    step = block_size_tokens * TOKEN_BYTES
+    hashes: list[BlockHash] = []
+    for index, start in enumerate(range(0, len(tokens) - step + 1, step)):
+        keys = extra_keys[index] if extra_keys is not None else None
+        content = parent + tokens[start : start + step]
+        # The token part has a fixed length, so what follows can't be mistaken for tokens.
+        parent = BlockHash(digest(content if keys is None else content + repr(keys).encode()))
+        hashes.append(parent)
+    return hashes
+
+
+def hash_prompt(space: BlockSpace, tokens: bytes, cache_salt: str | None = None) -> list[BlockHash]:
+    """Return the chain of a text prompt. The salt isolates it from the first block on.
+
+    Source: vLLM 0.32 `generate_block_hash_extra_keys` (the salt is a key of block 0 only).
+    """
+    first: list[ExtraKeys | None] | None = None
+    if cache_salt:
+        block_count = len(tokens) // (space.block_size_tokens * TOKEN_BYTES)
+        first = [(cache_salt,), *([None] * (block_count - 1))] if block_count else None
+    return extend_chain(root_hash(space), tokens, space.block_size_tokens, first)
+
+
+def hash_text(text: bytes, isolation: tuple[str | None, ...] = ()) -> list[BlockHash]:
+    """Return the chain of chunks of a prompt that could not be tokenised.
+
+    `isolation` (model or adapter, salt) keeps apart what engines keep apart.
+    """
+    digest = xxhash.xxh3_128_digest
+    parent = digest(b"moongate text" + repr(isolation).encode())
+    hashes: list[BlockHash] = []
+    for start in range(0, len(text) - TEXT_CHUNK_BYTES + 1, TEXT_CHUNK_BYTES):
+        parent = digest(parent + text[start : start + TEXT_CHUNK_BYTES])
+        hashes.append(BlockHash(parent))
+    return hashes

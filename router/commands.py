@@ -1,0 +1,91 @@
+"""What the router can ask for: frozen, imperative. The edge performs them and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moongate.router.model import Holder, InstanceId, Reason, RequestId, SourceId, Trust
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateReport:
+    """One candidate as the policy saw it, for receipts and `explain`. Tokens and milliseconds."""
+
+    holder: Holder
+    overlap_tokens: int  # confirmed and predicted together
+    confirmed_tokens: int
+    trust: Trust
+    active_requests: int
+    queued_prefill_tokens: int
+    cost_ms: float | None  # None: the policy does not work with costs
+    cost_terms_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of one ranking: `ranking[0]` was chosen. The route receipt is made from it."""
+
+    policy: str
+    reason: Reason
+    prompt_tokens: int | None  # None: not known
+    device_tokens: int
+    ranking: tuple[CandidateReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Send the request to this holder (rank `None`: without a rank header)."""
+
+    request_id: RequestId
+    holder: Holder
+    decision: Decision
+    attempt: int  # 1 for the first
+
+
+class RejectReason(Enum):
+    UNKNOWN_MODEL = "unknown_model"
+    NO_INSTANCE = "no_instance"
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refuse the request; nothing was forwarded or reserved."""
+
+    request_id: RequestId
+    reason: RejectReason
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RelayFailure:
+    """No further attempt: the failure just reported goes to the client."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReplay:
+    """Ask the publisher for all batches from this sequence on; an earlier request is void."""
+
+    source: SourceId
+    from_sequence: int
+    replay_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Check this instance's health now, beside the regular checks."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send a `WakeUp` at this time (monotonic seconds), or soon after."""
+
+    at: float
+
+
+Command = Forward | Reject | RelayFailure | RequestReplay | Probe | WakeAt

@@ -1,0 +1,391 @@
+"""RouterCore: events in, commands out; the only place where routing state changes.
+
+A plain function of its state, the event, the time and the chance it was given: deciding and
+reserving are one step, so nobody can decide on stale load, and a recording of `(now, event)` replays
+to the same commands. The parts do the work; here is only which part an event concerns.
+
+What it guarantees after each step is written down as checks in `invariants.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from moongate.router.choosing import Choice, Chooser
+from moongate.router.commands import (
+    Command,
+    Decision,
+    Forward,
+    Probe,
+    Reject,
+    RejectReason,
+    RelayFailure,
+    WakeAt,
+)
+from moongate.router.cost import PREFILL_TOKENS_PER_MS_PRIOR
+from moongate.router.events import (
+    BatchReceived,
+    Event,
+    FailureKind,
+    InstanceAdded,
+    InstanceDescribed,
+    InstanceProbed,
+    InstanceRemoved,
+    Outcome,
+    ReplayEnded,
+    RequestArrived,
+    RequestFailed,
+    RequestFinished,
+    RequestFirstByte,
+    SourceClosed,
+    SourceOpened,
+    SourceReconnected,
+    WakeUp,
+)
+from moongate.router.fleet import Fleet, InstanceState
+from moongate.router.index import OwnershipIndex
+from moongate.router.lineage import Lineages
+from moongate.router.load import LoadTable
+from moongate.router.model import (
+    BlockHash,
+    BlockSpace,
+    Holder,
+    InstanceFacts,
+    InstanceId,
+    Request,
+    RequestId,
+    Trust,
+)
+from moongate.router.policy import Candidate, Policy, RandomBelow
+from moongate.router.sources import SourceEvent, Sources
+
+CONFIRMATION_GRACE_S = 1.0
+"""After a request ended, the engine's events for it are under way for at most this long; what they
+have not confirmed by then is no longer assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """What bounds the core, and the health thresholds."""
+
+    index_blocks_max: int = 4_000_000  # about 250 bytes each
+    attempts_max: int = 2  # one try, one retry elsewhere
+    prediction_s: float = 60.0  # where events will confirm: how long a prefill may take
+    approximate_prediction_s: float = 600.0  # without events: how long an idle prefix may last
+    up_after: int = 1  # successful checks in a row
+    down_after: int = 2  # failed ones
+    prefill_tokens_per_ms: float = PREFILL_TOKENS_PER_MS_PRIOR
+    retry_after_s: float = 2.0  # told to clients when no instance is up: a health interval
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """An unfinished request."""
+
+    request: Request
+    attempt: int = 0
+    holder: Holder | None = None
+    tried: list[InstanceId] = field(default_factory=list)
+    failed_on: InstanceId | None = None  # to be charged when another instance serves the request
+    predicted: Sequence[BlockHash] = ()
+    prefill_tokens: int = 0
+    forwarded_at: float = 0.0
+    had_prefill_alone: bool = False
+    has_first_byte: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        prompt = self.request.prompt
+        return prompt is not None and prompt.is_exact
+
+
+class RouterCore:
+    """The routing state of one gateway. `policies` by name; `policy` is the one in force."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        random_below: RandomBelow,
+        limits: RouterLimits | None = None,
+        others: Sequence[Policy] = (),
+    ) -> None:
+        self.limits = limits or RouterLimits()
+        self.policy = policy
+        self._policies = {p.name: p for p in (*others, policy)}
+        self._random_below = random_below
+        self.fleet = Fleet(self.limits.prefill_tokens_per_ms)
+        self.index = OwnershipIndex(self.limits.index_blocks_max)
+        self.loads = LoadTable()
+        self.lineages = Lineages()
+        self.sources = Sources(self.index)
+        self._chooser = Chooser(self.fleet, self.index, self.sources, self.loads, self.lineages)
+        self.requests: dict[RequestId, _Tracked] = {}
+        self._forwards = 0
+        self._wake_at: float | None = None
+
+    # --- the one entry ----------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take in what happened and return what to do. `now`: monotonic seconds, never falling."""
+        self.index.expire(now)
+        commands = self._dispatch(event, now)
+        return commands + self._schedule(event, now)
+
+    def _dispatch(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case RequestArrived():
+                return self._request_arrived(event.request, now)
+            case RequestFirstByte():
+                return self._request_first_byte(event.request_id, now)
+            case RequestFailed():
+                return self._request_failed(event, now)
+            case RequestFinished():
+                return self._request_finished(event, now)
+            case (
+                SourceOpened()
+                | BatchReceived()
+                | ReplayEnded()
+                | SourceReconnected()
+                | SourceClosed()
+            ):
+                instance = self.fleet.find(event.source.instance_id)
+                return self.sources.handle(event, instance, now) if instance is not None else []
+            case InstanceAdded() | InstanceRemoved() | InstanceDescribed() | InstanceProbed():
+                return self._fleet_changed(event)
+            case WakeUp():
+                return self._woke(now)
+            case _:
+                assert_never(event)
+
+    def _woke(self, now: float) -> list[Command]:
+        self._wake_at = None
+        commands: list[Command] = []
+        for source, _ in list(self.sources):
+            commands += self.sources.woke(source, self._get_instance(source.instance_id), now)
+        return commands
+
+    def _schedule(self, event: Event, now: float) -> list[Command]:
+        """Ask for a wake-up if something is due before the one already asked for."""
+        due = [self.index.next_expiry()]
+        if isinstance(event, WakeUp):
+            due += [state.feed.next_wake() for _, state in self.sources]
+        elif isinstance(event, SourceEvent):
+            state = self.sources.find(event.source)
+            due.append(state.feed.next_wake() if state is not None else None)
+        at = min((time for time in due if time is not None), default=None)
+        if at is None or (self._wake_at is not None and self._wake_at <= at):
+            return []
+        self._wake_at = max(at, now)
+        return [WakeAt(self._wake_at)]
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _request_arrived(self, request: Request, now: float) -> list[Command]:
+        assert request.id not in self.requests, request.id
+        if not self.fleet.serving(request.model):
+            return [self._refuse_unserved(request)]
+        tracked = _Tracked(request)
+        forward = self._try_forward(tracked, now)
+        if forward is None:
+            return [self._reject(request.id, RejectReason.NO_INSTANCE)]
+        self.requests[request.id] = tracked
+        return [forward]
+
+    def _refuse_unserved(self, request: Request) -> Reject:
+        """Unknown to the whole fleet, or perhaps served by an instance not yet heard of."""
+        if any(instance.facts is None for instance in self.fleet):
+            return self._reject(request.id, RejectReason.NO_INSTANCE)
+        return Reject(request.id, RejectReason.UNKNOWN_MODEL)
+
+    def _reject(self, request_id: RequestId, reason: RejectReason) -> Reject:
+        return Reject(request_id, reason, retry_after_s=self.limits.retry_after_s)
+
+    def _try_forward(self, tracked: _Tracked, now: float) -> Forward | None:
+        """Choose a holder and reserve it, in one step. None: no instance is left to choose."""
+        request = tracked.request
+        choice = self._choose(request, now, excluded=tracked.tried)
+        if choice is None:
+            return None
+        if tracked.attempt == 0:
+            departure = choice.departure
+            self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
+        self._reserve(tracked, choice.chosen, now)
+        return Forward(request.id, choice.chosen.holder, choice.decision, tracked.attempt)
+
+    def _reserve(self, tracked: _Tracked, chosen: Candidate, now: float) -> None:
+        request, holder = tracked.request, chosen.holder
+        instance = self._get_instance(holder.instance_id)
+        chain = self._chooser.usable_chain(request, instance)
+        prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
+        self._forwards += 1
+        instance.last_chosen[holder] = self._forwards
+        instance.has_trial = instance.suspended_until is not None
+        tracked.attempt += 1
+        tracked.tried.append(holder.instance_id)
+        tracked.holder = holder
+        tracked.forwarded_at = now
+        tracked.prefill_tokens = max(prompt_tokens - chosen.overlap_tokens, 0)
+        tracked.had_prefill_alone = self.loads.get(holder).queued_prefill_tokens == 0
+        self.loads.reserve(request.id, holder, tracked.prefill_tokens, len(chain))
+        self._predict(tracked, chain, now)
+
+    def _predict(self, tracked: _Tracked, chain: Sequence[BlockHash], now: float) -> None:
+        assert tracked.holder is not None
+        holder = tracked.holder
+        is_approximate = self.sources.trust(holder) is Trust.APPROXIMATE or not tracked.is_exact
+        lifetime_s = (
+            self.limits.approximate_prediction_s if is_approximate else self.limits.prediction_s
+        )
+        self.index.predict(holder, chain, now + lifetime_s)
+        tracked.predicted = () if is_approximate else chain
+
+    def _request_first_byte(self, request_id: RequestId, now: float) -> list[Command]:
+        tracked = self.requests[request_id]
+        assert tracked.holder is not None
+        if tracked.has_first_byte:
+            return []
+        tracked.has_first_byte = True
+        instance = self.fleet.find(tracked.holder.instance_id)
+        if instance is not None and tracked.had_prefill_alone and tracked.is_exact:
+            elapsed_ms = (now - tracked.forwarded_at) * 1000
+            self.fleet.observe_prefill(instance, tracked.prefill_tokens, elapsed_ms)
+        self.loads.end_prefill(request_id)
+        return []
+
+    def _request_failed(self, event: RequestFailed, now: float) -> list[Command]:
+        """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
+        tracked = self.requests[event.request_id]
+        assert tracked.holder is not None
+        failed_on = tracked.holder.instance_id
+        self._release(tracked, now)
+        commands = self._note_failure(failed_on, event.kind)
+        if tracked.attempt < self.limits.attempts_max:
+            forward = self._try_forward(tracked, now)
+            if forward is not None:
+                tracked.failed_on = failed_on
+                return [*commands, forward]
+        # Nobody could serve it, so it may be the request's own fault: no instance is charged.
+        del self.requests[event.request_id]
+        for instance_id in tracked.tried:
+            self._end_trial(instance_id)
+        return [*commands, RelayFailure(event.request_id)]
+
+    def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
+        instance = self.fleet.find(instance_id)
+        if instance is None:
+            return []
+        match kind:
+            case FailureKind.UNREACHABLE:
+                instance.probed(is_healthy=False, is_gone=True, up_after=1, down_after=1)
+                self._forget_unconfirmable(instance)
+                return [Probe(instance_id)]
+            case FailureKind.DISCONNECTED:
+                return [Probe(instance_id)]
+            case FailureKind.TIMEOUT | FailureKind.STATUS:
+                return []
+            case _:
+                assert_never(kind)
+
+    def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
+        tracked = self.requests.pop(event.request_id)
+        assert tracked.holder is not None
+        self._release(tracked, now)
+        served_by = self.fleet.find(tracked.holder.instance_id)
+        is_answered = event.outcome is Outcome.ANSWERED
+        if served_by is not None and is_answered:
+            served_by.resume()
+        self._end_trial(tracked.holder.instance_id)
+        if tracked.failed_on is not None:
+            failed = self.fleet.find(tracked.failed_on)
+            if failed is not None and is_answered and failed.is_healthy:
+                failed.suspend(now)
+            self._end_trial(tracked.failed_on)
+        return [Probe(tracked.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
+
+    def _end_trial(self, instance_id: InstanceId) -> None:
+        instance = self.fleet.find(instance_id)
+        if instance is not None:
+            instance.has_trial = False
+
+    def _release(self, tracked: _Tracked, now: float) -> None:
+        """End an attempt: its load is free, and what it should have cached is soon known."""
+        self.loads.release(tracked.request.id)
+        assert tracked.holder is not None
+        if tracked.predicted and tracked.holder in self.index.holders:
+            self.index.shorten_predictions(
+                tracked.holder, tracked.predicted, now + CONFIRMATION_GRACE_S
+            )
+        tracked.predicted = ()
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    def explain(self, request: Request, now: float) -> Decision | None:
+        """Return what would be decided now, and change nothing. None: no candidate."""
+        choice = self._choose(request, now, ())
+        return choice.decision if choice is not None else None
+
+    def _choose(
+        self, request: Request, now: float, excluded: Sequence[InstanceId]
+    ) -> Choice | None:
+        policy = self._policies.get(request.policy or "", self.policy)
+        return self._chooser.choose(policy, request, self._random_below, now, excluded)
+
+    def spaces(self, model: str) -> set[BlockSpace]:
+        """Return the block spaces in which a prompt for this model has to be hashed."""
+        return self._chooser.spaces(model)
+
+    # --- the fleet --------------------------------------------------------------------------------
+
+    def _fleet_changed(
+        self, event: InstanceAdded | InstanceRemoved | InstanceDescribed | InstanceProbed
+    ) -> list[Command]:
+        if isinstance(event, InstanceAdded):
+            self.fleet.add(event.spec)
+            return [Probe(event.spec.id)]
+        instance = self.fleet.find(event.instance_id)
+        if instance is None:
+            return []
+        match event:
+            case InstanceRemoved():
+                self._remove_instance(instance)
+            case InstanceDescribed():
+                self._describe(instance, event.facts)
+            case InstanceProbed():
+                self._probed(instance, event)
+            case _:
+                assert_never(event)
+        return []
+
+    def _describe(self, instance: InstanceState, facts: InstanceFacts) -> None:
+        instance.facts = facts
+        for holder in instance.holders:
+            self.index.add_holder(holder, facts.capacity_blocks)
+
+    def _probed(self, instance: InstanceState, event: InstanceProbed) -> None:
+        limits = self.limits
+        instance.probed(event.is_healthy, event.is_gone, limits.up_after, limits.down_after)
+        if event.is_gone:
+            self._forget_unconfirmable(instance)
+
+    def _forget_unconfirmable(self, instance: InstanceState) -> None:
+        """Nothing listens there: its process ended, and its cache with it.
+
+        What events confirmed is left to the feed, which finds out exactly once the source is back.
+        """
+        for holder in instance.holders:
+            if holder in self.index.holders:
+                self.index.forget_predictions(holder)
+
+    def _remove_instance(self, instance: InstanceState) -> None:
+        self.sources.close_all(instance.spec.id)
+        for holder in self.index.holders:
+            if holder.instance_id == instance.spec.id:
+                self.index.remove_holder(holder, ())
+        self.fleet.remove(instance.spec.id)
+
+    def _get_instance(self, instance_id: InstanceId) -> InstanceState:
+        instance = self.fleet.find(instance_id)
+        assert instance is not None, instance_id
+        return instance

@@ -1,0 +1,92 @@
+"""What a placement costs, in milliseconds, and how fast an instance is.
+
+One continuous number without thresholds. Its terms, each shown in receipts:
+
+- `queue`: prompt tokens that the holder was given and has not finished, at its prefill rate.
+- `active`: every unfinished request shares the engine's steps with the new one.
+- `prefill`: the request's own tokens that the holder would have to compute.
+- `history`: tokens of the session's earlier turns that would be computed *again*. They are paid
+  twice over: the work delays the holder's other requests, and its copy displaces their blocks.
+- `shared`: a credit. What `n` requests before this one have also begun with will be begun with
+  again, about as often; a second copy of it then serves `n` more, so the one that makes it is
+  charged only 1/(n+1) of the work. Without this term a popular system prompt would gather the whole
+  fleet's sessions on the instance that happened to see it first.
+
+Rates start from a prior, are learned from observed first-byte times, and are bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFILL_TOKENS_PER_MS_PRIOR = 8.0
+"""Mid-size model on one current GPU; only the start value of what is learned."""
+
+RATE_BOUND = 200.0
+"""A learned rate stays within prior / bound and prior x bound: from a CPU to a GPU group."""
+
+RATE_SMOOTHING = 0.3
+"""Weight of the newest observation: three of them make two thirds of the estimate."""
+
+OBSERVED_TOKENS_MIN = 128
+"""Shorter prefills say more about fixed overheads than about the rate."""
+
+
+@dataclass(slots=True)
+class PrefillRate:
+    """Learned prefill speed, in tokens per ms."""
+
+    prior: float = PREFILL_TOKENS_PER_MS_PRIOR
+    learned: float | None = None
+
+    @property
+    def tokens_per_ms(self) -> float:
+        return self.prior if self.learned is None else self.learned
+
+    def observe(self, tokens: int, elapsed_ms: float) -> None:
+        """Learn from one prefill that was not held up by others."""
+        if tokens < OBSERVED_TOKENS_MIN or elapsed_ms <= 0:
+            return
+        seen = min(max(tokens / elapsed_ms, self.prior / RATE_BOUND), self.prior * RATE_BOUND)
+        if self.learned is None:
+            self.learned = seen
+        else:
+            self.learned += RATE_SMOOTHING * (seen - self.learned)
+
+
+@dataclass(frozen=True, slots=True)
+class CostWeights:
+    """What an operator may set under `policy.options` of `kv_cost` and `prefix_affinity`."""
+
+    active_request_ms: float = 25.0  # ms that one unfinished request costs a new one
+    history_weight: float = 2.0  # extra charge for a recomputed history, times its prefill
+    degraded_weight: float = 0.8  # what an overlap is worth when some events were lost
+    approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
+
+
+def placement_terms_ms(
+    *,
+    weights: CostWeights,
+    tokens_per_ms: float,
+    queued_prefill_tokens: int,
+    active_requests: float,
+    prompt_tokens: int,
+    overlap_tokens: float,
+    best_overlap_tokens: float,
+    history_tokens: int,
+    departures: int,
+) -> dict[str, float]:
+    """Return the terms of a placement's cost; their sum is the cost.
+
+    `overlap_tokens` is the holder's, `best_overlap_tokens` the fleet's best; both already weighed
+    by trust. `history_tokens` and `departures`: see `lineage.Lineage`.
+    """
+    extra = max(best_overlap_tokens - overlap_tokens, 0.0)
+    lost_history = max(history_tokens - overlap_tokens, 0.0)
+    return {
+        "queue": queued_prefill_tokens / tokens_per_ms,
+        "active": active_requests * weights.active_request_ms,
+        "prefill": max(prompt_tokens - overlap_tokens, 0.0) / tokens_per_ms,
+        "history": weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
+        "shared": -extra / tokens_per_ms * departures / (1 + departures),
+    }

@@ -1,0 +1,208 @@
+"""What can happen to the router: frozen, in the past tense, without behaviour.
+
+Each carries what the edge knows at that moment; the time of it is the `now` of `handle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from moongate.router.model import (
+    EngineHash,
+    ExtraKeys,
+    InstanceFacts,
+    InstanceId,
+    InstanceSpec,
+    Request,
+    RequestId,
+    SourceId,
+    Tier,
+)
+
+# --- the fleet ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceAdded:
+    spec: InstanceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRemoved:
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDescribed:
+    """Discovery answered. Facts replace the earlier ones."""
+
+    instance_id: InstanceId
+    facts: InstanceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceProbed:
+    """A health check ended. `is_gone`: refused or reset, so nothing listens there any more."""
+
+    instance_id: InstanceId
+    is_healthy: bool
+    is_gone: bool = False
+
+
+# --- KV events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """An engine holds these full blocks now. `tokens` is their ids as native uint32 bytes."""
+
+    engine_hashes: tuple[EngineHash, ...]
+    parent: EngineHash | None
+    tokens: bytes
+    block_size_tokens: int
+    tier: Tier
+    lora_name: str | None = None
+    extra_keys: tuple[ExtraKeys | None, ...] | None = None  # one per block; None: none has any
+    group: int = 0
+    is_full_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """One physical copy of each of these blocks is gone from `tier`."""
+
+    engine_hashes: tuple[EngineHash, ...]
+    tier: Tier
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """The engine emptied its prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksUnreadable:
+    """An event, or a whole batch, that could not be understood; `reason` is a fixed word."""
+
+    reason: str
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared | BlocksUnreadable
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOpened:
+    """A subscription to a publisher stands. Without replay, a gap can't be repaired."""
+
+    source: SourceId
+    has_replay: bool
+    rank: int | None = None  # whose cache it speaks of, as far as known before its first batch
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReconnected:
+    """The connection was lost and stands again: the publisher may be a new process."""
+
+    source: SourceId
+
+
+@dataclass(frozen=True, slots=True)
+class SourceClosed:
+    source: SourceId
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReceived:
+    """One message of a publisher. `digest` names its exact bytes (timestamp and all)."""
+
+    source: SourceId
+    sequence: int
+    events: tuple[KvEvent, ...]
+    digest: bytes
+    rank: int | None = None
+    replay_id: int | None = None  # None: live
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEnded:
+    """The publisher sent all it had, or (`is_complete` False) did not answer in time."""
+
+    source: SourceId
+    replay_id: int
+    is_complete: bool
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class FailureKind(Enum):
+    """How an attempt failed before its first byte reached the client."""
+
+    UNREACHABLE = "unreachable"  # refused, or no route: the engine is gone
+    DISCONNECTED = "disconnected"  # reset or closed before an answer
+    TIMEOUT = "timeout"  # no proof that it is gone; the edge has cancelled the attempt
+    STATUS = "status"  # answered, with a status of 500 or more
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFirstByte:
+    """The first byte of the answer's body came, so prefill is over."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    request_id: RequestId
+    kind: FailureKind
+    status: int | None = None
+
+
+class Outcome(Enum):
+    """How a forwarded request ended."""
+
+    ANSWERED = "answered"  # to the end, whatever the answer says
+    CLIENT_LEFT = "client_left"
+    BROKEN_OFF = "broken_off"  # by the engine, after its answer had begun
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """The request is over, and the engine works on it no more."""
+
+    request_id: RequestId
+    outcome: Outcome
+    cached_tokens: int | None = None  # the hit that the engine reported; None: not told
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """The time asked for by a `WakeAt` has come."""
+
+
+Event = (
+    InstanceAdded
+    | InstanceRemoved
+    | InstanceDescribed
+    | InstanceProbed
+    | SourceOpened
+    | SourceReconnected
+    | SourceClosed
+    | BatchReceived
+    | ReplayEnded
+    | RequestArrived
+    | RequestFirstByte
+    | RequestFailed
+    | RequestFinished
+    | WakeUp
+)

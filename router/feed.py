@@ -1,0 +1,280 @@
+"""One event source: put its batches in order, notice what is missing, and say how far to trust it.
+
+Theory of operation. A publisher numbers its batches from 0. A feed is either LIVE (the next batch
+is `expected`) or SYNCING (it has asked for a replay and keeps live batches back until that ends).
+
+- Opened: replay from 0, since all that was published before the subscription stood is missing.
+- Live batch later than expected: a gap. Ask for `expected` once, keep what comes, apply in order.
+- Live batch earlier than expected: a duplicate if its bytes are those that were applied under this
+  number, else the publisher started again: forget everything (a new epoch) and start over.
+- Reconnected, or silent for long: verify. Ask from the last applied batch; its bytes tell whether
+  this is still the same publisher, and what follows it is what was missed.
+- What a replay can't bring back is lost: the source is DEGRADED until its cache is known to be
+  empty (a clear, or a restart).
+
+A feed returns what to apply and what to ask; it knows nothing of blocks. Time is passed in.
+Source: vLLM 0.32 `ZmqEventPublisher` (sequence from 0, bounded replay buffer, end mark).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moongate.router.events import BatchReceived, BlocksCleared, KvEvent
+from moongate.router.model import Trust
+
+PENDING_BATCHES_MAX = 20_000
+"""Live batches kept back during one replay; twice vLLM's own replay buffer. Past it the replay is
+given up and what it would have brought counts as lost."""
+
+REMEMBERED_DIGESTS = 256
+"""Applied batches whose bytes are remembered, to tell a duplicate from a restart."""
+
+VERIFY_AFTER_SYNC_S = 1.0
+"""A batch published while the subscription was being set up can miss both replay and stream; one
+more look soon afterwards finds it even if the engine has gone idle."""
+
+VERIFY_IDLE_S = 30.0
+"""A silent source is asked whether anything was missed (a dropped last message shows no gap)."""
+
+REPLAY_PATIENCE_S = 10.0
+"""A replay that has not ended by then is taken as unanswered. The edge has a shorter time-out."""
+
+
+class _State(Enum):
+    LIVE = "live"
+    SYNCING = "syncing"
+    VERIFYING = "verifying"  # syncing, and the first batch must be the one applied last
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """These events are next, in this order."""
+
+    events: tuple[KvEvent, ...]
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The publisher's cache was lost: what it announced is void. A new epoch begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Request a replay from this sequence. Its batches and its end carry `replay_id`."""
+
+    from_sequence: int
+    replay_id: int
+
+
+FeedAction = Apply | Forget | Ask
+
+
+@dataclass(slots=True)
+class FeedCounts:
+    batches: int = 0
+    duplicates: int = 0
+    gap_batches: int = 0  # found missing in the stream
+    lost_batches: int = 0  # of those, never recovered
+    replays: int = 0
+    restarts: int = 0
+
+
+@dataclass(slots=True)
+class Feed:
+    """The order of one source's batches. Call a method for what happened, perform what it returns."""
+
+    has_replay: bool
+    epoch: int = 1
+    trust: Trust = Trust.EXACT
+    counts: FeedCounts = field(default_factory=FeedCounts)
+    expected: int = 0
+    _state: _State = _State.LIVE
+    _replay: Ask = Ask(0, 0)  # the last one asked for; what belongs to an earlier one is ignored
+    _replay_deadline: float = 0.0
+    _replay_batches: int = 0  # that came with it so far
+    _repeats: int = 0  # how often it was asked for again from the same sequence, in a row
+    _pending: list[BatchReceived] = field(default_factory=list)
+    _digests: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    _is_started: bool = False  # a batch was applied, or a replay said that there is none
+    _verify_at: float | None = None
+
+    # --- what happened ----------------------------------------------------------------------------
+
+    def opened(self, now: float) -> list[FeedAction]:
+        return [self._ask(0, _State.SYNCING, now)] if self.has_replay else []
+
+    def reconnected(self, now: float) -> list[FeedAction]:
+        """Find out whether this is still the publisher that we know."""
+        self._pending.clear()
+        if self.has_replay:
+            return [self._verify(now)]
+        # Nobody can tell what happened meanwhile; believing the old blocks would be a guess.
+        actions = self._restart()
+        self.distrust()
+        return actions
+
+    def received(self, batch: BatchReceived, now: float) -> list[FeedAction]:
+        self._verify_at = now + VERIFY_IDLE_S
+        if batch.replay_id is not None:
+            return self._replayed(batch, now)
+        if self._state is _State.LIVE:
+            return self._live(batch, now)
+        self._pending.append(batch)
+        if len(self._pending) > PENDING_BATCHES_MAX:
+            return self._end_replay(is_complete=False, now=now)
+        return []
+
+    def replay_ended(self, replay_id: int, is_complete: bool, now: float) -> list[FeedAction]:
+        """Close the replay and go on with what came meanwhile."""
+        if self._state is _State.LIVE or replay_id != self._replay.replay_id:
+            return []  # of a replay that was given up
+        return self._end_replay(is_complete, now)
+
+    def woke(self, now: float) -> list[FeedAction]:
+        due = self.next_wake()
+        if due is None or now < due:
+            return []
+        if self._state is _State.LIVE:
+            return [self._verify(now)]
+        return self._end_replay(is_complete=False, now=now)
+
+    def next_wake(self) -> float | None:
+        if self._state is not _State.LIVE:
+            return self._replay_deadline
+        return self._verify_at if self.has_replay else None
+
+    def distrust(self) -> None:
+        """Note that events could not be understood or used."""
+        self.trust = min(self.trust, Trust.DEGRADED)
+
+    # --- the stream -------------------------------------------------------------------------------
+
+    def _live(self, batch: BatchReceived, now: float) -> list[FeedAction]:
+        if batch.sequence == self.expected:
+            return self._apply(batch)
+        if batch.sequence < self.expected:
+            return self._earlier(batch, now)
+        missing = batch.sequence - self.expected
+        if self._is_started or self.has_replay:
+            self.counts.gap_batches += missing
+        if not self.has_replay:
+            # Also a stream joined in its middle: what was stored before is not known.
+            return self._lose_until(batch)
+        self._pending.append(batch)
+        return [self._ask(self.expected, _State.SYNCING, now)]
+
+    def _earlier(self, batch: BatchReceived, now: float) -> list[FeedAction]:
+        if self._digests.get(batch.sequence) == batch.digest:
+            self.counts.duplicates += 1
+            return []
+        return self._restart() + self._live(batch, now)
+
+    # --- replays ----------------------------------------------------------------------------------
+
+    def _replayed(self, batch: BatchReceived, now: float) -> list[FeedAction]:
+        if self._state is _State.LIVE or batch.replay_id != self._replay.replay_id:
+            return []
+        self._replay_batches += 1
+        actions: list[FeedAction] = []
+        if self._state is _State.VERIFYING:
+            if self._digests.get(batch.sequence) == batch.digest:
+                self._state = _State.SYNCING
+                return []
+            # Another publisher, or one that has forgotten our place: nothing we know is certain.
+            actions += self._restart()
+            self._state = _State.SYNCING
+            if batch.sequence > 0:
+                return [*actions, self._ask(0, _State.SYNCING, now)]
+        if batch.sequence < self.expected:
+            return actions
+        return actions + self._lose_until(batch)
+
+    def _end_replay(self, is_complete: bool, now: float) -> list[FeedAction]:
+        is_other_publisher = self._state is _State.VERIFYING and is_complete
+        self._state = _State.LIVE
+        actions: list[FeedAction] = []
+        if is_other_publisher:
+            # The buffer always has the last batch, so one that lacks ours is another publisher's.
+            actions += self._restart()
+        if not is_complete:
+            self.distrust()
+        is_first_sync = not self._is_started
+        self._is_started = self._is_started or is_complete
+        self._verify_at = now + (VERIFY_AFTER_SYNC_S if is_first_sync else VERIFY_IDLE_S)
+        return actions + self._drain(is_complete, now)
+
+    def _drain(self, is_complete: bool, now: float) -> list[FeedAction]:
+        """Apply what was kept back. A hole that the replay could have filled and didn't is lost."""
+        actions: list[FeedAction] = []
+        pending, self._pending = self._pending, []
+        for batch in pending:
+            is_beyond = batch.sequence > self.expected
+            if self._state is not _State.LIVE:
+                self._pending.append(batch)  # an earlier one of these asked for a replay
+            elif (
+                is_beyond
+                and self._replay.from_sequence == self.expected
+                and self._is_hopeless(is_complete)
+            ):
+                actions += self._lose_until(batch)
+            else:
+                actions += self._live(batch, now)
+        return actions
+
+    def _is_hopeless(self, is_complete: bool) -> bool:
+        """Tell whether asking again for the same sequence is of no use.
+
+        A first, empty replay can have been answered just before the batch was published; a gap
+        that a replay was asked to fill, and one that was not answered, will not be filled.
+        """
+        is_first_empty = self._replay_batches == 0 and self._replay.from_sequence == 0
+        return not (is_complete and is_first_empty and self._repeats == 0)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _apply(self, batch: BatchReceived) -> list[FeedAction]:
+        is_empty_start = batch.sequence == 0
+        if is_empty_start or any(isinstance(event, BlocksCleared) for event in batch.events):
+            self.trust = Trust.EXACT  # what may have been missed concerned blocks that are gone
+        self.expected = batch.sequence + 1
+        self.counts.batches += 1
+        self._is_started = True
+        self._digests[batch.sequence] = batch.digest
+        if len(self._digests) > REMEMBERED_DIGESTS:
+            self._digests.popitem(last=False)
+        return [Apply(batch.events, batch.rank)]
+
+    def _lose_until(self, batch: BatchReceived) -> list[FeedAction]:
+        """Apply a batch, giving up on those before it that are missing."""
+        missing = batch.sequence - self.expected
+        if missing:
+            self.counts.lost_batches += missing
+            self.distrust()
+        return self._apply(batch)
+
+    def _restart(self) -> list[FeedAction]:
+        self.counts.restarts += 1
+        self.epoch += 1
+        self.expected = 0
+        self.trust = Trust.EXACT
+        self._digests.clear()
+        self._is_started = False
+        return [Forget()]
+
+    def _verify(self, now: float) -> Ask:
+        state = _State.VERIFYING if self.expected > 0 else _State.SYNCING
+        return self._ask(max(self.expected - 1, 0), state, now)
+
+    def _ask(self, from_sequence: int, state: _State, now: float) -> Ask:
+        self._state = state
+        is_repeat = self._replay.replay_id > 0 and self._replay.from_sequence == from_sequence
+        self._repeats = self._repeats + 1 if is_repeat else 0
+        self._replay = Ask(from_sequence, self._replay.replay_id + 1)
+        self._replay_deadline = now + REPLAY_PATIENCE_S
+        self._replay_batches = 0
+        self.counts.replays += 1
+        return self._replay

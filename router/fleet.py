@@ -1,0 +1,167 @@
+"""The instances known now: what they are, and whether work may be given to them.
+
+Three things keep an instance from getting work. Health checks found it down (with hysteresis; a
+refused connection is proof and needs no second one). It is suspended, since a request failed there
+that another instance could serve: one trial request is let through at the end of each back-off, and
+the back-off doubles while trials fail. Or discovery has not described it yet.
+
+What an instance holds or was given is not here: see `index.py` and `load.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from moongate.router.cost import PrefillRate
+from moongate.router.model import (
+    TEXT_SPACE,
+    BlockSpace,
+    Holder,
+    InstanceFacts,
+    InstanceId,
+    InstanceSpec,
+    ModelCard,
+    Role,
+)
+
+SUSPENSION_S_MIN = 1.0
+SUSPENSION_S_MAX = 30.0
+"""Back-off of a failing instance: short enough to notice a recovery, long enough not to feed it
+requests that each have to fail over."""
+
+
+@dataclass(slots=True)
+class InstanceState:
+    """One instance as the router knows it."""
+
+    spec: InstanceSpec
+    facts: InstanceFacts | None = None
+    is_healthy: bool = False  # not before the first successful check
+    probes_in_a_row: int = 0  # with the outcome opposite to `is_healthy`
+    suspended_until: float | None = None
+    suspension_s: float = 0.0
+    has_trial: bool = False  # one request is out to find out whether it works again
+    last_chosen: dict[Holder, int] = field(default_factory=dict)
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        ranks = self.facts.ranks if self.facts is not None else ()
+        if not ranks:
+            return (Holder(self.spec.id),)
+        return tuple(Holder(self.spec.id, rank) for rank in ranks)
+
+    def holder_of(self, rank: int | None) -> Holder:
+        """Return the holder that a rank named by events stands for.
+
+        An engine without data parallelism calls its only cache rank 0, and takes no rank header.
+        """
+        ranks = self.facts.ranks if self.facts is not None else ()
+        return Holder(self.spec.id, rank if ranks or rank else None)
+
+    def card(self, model: str) -> ModelCard | None:
+        """Return the entry under which the instance serves this model, None if it doesn't."""
+        models = self.facts.models if self.facts is not None else ()
+        return next((card for card in models if card.name == model), None)
+
+    def space(self, model: str, block_size_tokens: int | None) -> BlockSpace:
+        """Return the block space of the model's prompts here, `TEXT_SPACE` if not known yet."""
+        card = self.card(model)
+        if card is None or block_size_tokens is None:
+            return TEXT_SPACE
+        return BlockSpace(block_size_tokens, model if card.is_adapter else None)
+
+    # --- health -----------------------------------------------------------------------------------
+
+    def probed(self, is_healthy: bool, is_gone: bool, up_after: int, down_after: int) -> bool:
+        """Note a health check. Return True if the instance just went up or down."""
+        if is_healthy == self.is_healthy:
+            self.probes_in_a_row = 0
+            return False
+        self.probes_in_a_row += 1
+        needed = 1 if is_gone else (up_after if is_healthy else down_after)
+        if self.probes_in_a_row < needed:
+            return False
+        self.is_healthy = is_healthy
+        self.probes_in_a_row = 0
+        return True
+
+    # --- suspension -------------------------------------------------------------------------------
+
+    def suspend(self, now: float) -> None:
+        """Give it no work for a while: a request failed here that another instance could serve."""
+        self.suspension_s = min(max(self.suspension_s * 2, SUSPENSION_S_MIN), SUSPENSION_S_MAX)
+        self.suspended_until = now + self.suspension_s
+        self.has_trial = False
+
+    def resume(self) -> None:
+        """It works: a request was answered."""
+        self.suspended_until = None
+        self.suspension_s = 0.0
+        self.has_trial = False
+
+    def is_suspended(self, now: float) -> bool:
+        """Tell whether it must get no work now. Past the back-off one trial at a time may pass."""
+        if self.suspended_until is None:
+            return False
+        return now < self.suspended_until or self.has_trial
+
+
+class Fleet:
+    """All instances, by id, in the order in which they were added."""
+
+    def __init__(self, prefill_tokens_per_ms: float) -> None:
+        # One rate for all, scaled by weight: a rate of its own that an instance got from a few
+        # unlucky observations would keep work, and so better observations, away from it.
+        self._rate = PrefillRate(prior=prefill_tokens_per_ms)
+        self._instances: dict[InstanceId, InstanceState] = {}
+
+    def add(self, spec: InstanceSpec) -> InstanceState:
+        assert spec.id not in self._instances, spec.id
+        state = self._instances[spec.id] = InstanceState(spec)
+        return state
+
+    def tokens_per_ms(self, instance: InstanceState) -> float:
+        """Return the instance's expected prefill speed."""
+        return self._rate.tokens_per_ms * instance.spec.weight
+
+    def observe_prefill(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
+        """Learn from a prefill that had the instance's prefill to itself."""
+        self._rate.observe(tokens, elapsed_ms * instance.spec.weight)
+
+    def find(self, instance_id: InstanceId) -> InstanceState | None:
+        return self._instances.get(instance_id)
+
+    def remove(self, instance_id: InstanceId) -> None:
+        del self._instances[instance_id]
+
+    def __iter__(self) -> Iterator[InstanceState]:
+        return iter(self._instances.values())
+
+    def serving(self, model: str) -> list[InstanceState]:
+        """Return the instances that have the model, whatever their state."""
+        return [i for i in self._instances.values() if i.card(model) is not None]
+
+    def available(
+        self, model: str, now: float, excluded: Iterable[InstanceId]
+    ) -> list[InstanceState]:
+        """Return the instances that may take a request for the model now.
+
+        When all that are healthy are suspended, they are returned all the same: an instance that
+        fails some requests is better than none.
+        """
+        left_out = set(excluded)
+        healthy = [
+            i
+            for i in self.serving(model)
+            if i.is_healthy and i.spec.role is not Role.PREFILL and i.spec.id not in left_out
+        ]
+        return [i for i in healthy if not i.is_suspended(now)] or healthy
+
+    def model_cards(self) -> dict[str, ModelCard]:
+        """Return every model that some instance serves, by name."""
+        cards: dict[str, ModelCard] = {}
+        for instance in self._instances.values():
+            for card in instance.facts.models if instance.facts is not None else ():
+                cards.setdefault(card.name, card)
+        return cards

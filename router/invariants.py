@@ -1,0 +1,61 @@
+"""What must hold after every step of the core, as checks; simulation runs them after each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from moongate.router.core import RouterCore
+from moongate.router.load import Load
+from moongate.router.model import Holder, Tier
+
+
+def check(core: RouterCore) -> None:
+    """Raise AssertionError, with what is wrong, unless all invariants hold.
+
+    Cost: O(everything that the core holds). For tests and simulation.
+    """
+    _check_holders_are_known(core)
+    _check_load_equals_reservations(core)
+    _check_requests(core)
+    _check_index_equals_ledgers(core)
+
+
+def _check_holders_are_known(core: RouterCore) -> None:
+    known = {instance.spec.id for instance in core.fleet}
+    for holder in core.index.holders:
+        assert holder.instance_id in known, f"{holder} belongs to no known instance"
+    for source, state in core.sources:
+        assert source.instance_id in known, f"{source} belongs to no known instance"
+        assert state.ledger.holder in core.index.holders, state.ledger.holder
+
+
+def _check_load_equals_reservations(core: RouterCore) -> None:
+    sums: dict[Holder, Load] = {}
+    for reservation in core.loads.reservations.values():
+        load = sums.setdefault(reservation.holder, Load())
+        load.active_requests += 1
+        load.queued_prefill_tokens += reservation.prefill_tokens
+        load.active_blocks += reservation.blocks
+    assert sums == core.loads.loads, (sums, core.loads.loads)
+
+
+def _check_requests(core: RouterCore) -> None:
+    assert set(core.requests) == set(core.loads.reservations), "a request without reservation"
+    for tracked in core.requests.values():
+        assert tracked.holder is not None
+        assert 1 <= tracked.attempt <= core.limits.attempts_max, tracked
+        assert len(set(tracked.tried)) == len(tracked.tried), tracked.tried
+
+
+def _check_index_equals_ledgers(core: RouterCore) -> None:
+    counts: Counter[tuple[Holder, Tier]] = Counter()
+    blocks: set[tuple[Holder, Tier, bytes]] = set()
+    for _, state in core.sources:
+        for tier, block in state.ledger.held():
+            blocks.add((state.ledger.holder, tier, block))
+    for holder, tier, _ in blocks:
+        counts[holder, tier] += 1
+    for holder in core.index.holders:
+        for tier in Tier:
+            assert core.index.count(holder, tier) == counts[holder, tier], (holder, tier)
+    assert core.index.total == len(blocks) <= core.limits.index_blocks_max

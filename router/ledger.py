@@ -1,0 +1,145 @@
+"""What one source announced, translated: the engine's names for blocks to ours.
+
+An engine may hold several physical copies of one block and announces each as stored and as removed
+(vLLM does not de-duplicate), so copies are counted and a block is gone with its last copy. Our hash
+of a block follows from its parent's, its tokens and its extra keys; a block whose parent was never
+announced can't be named and is an orphan.
+
+Invariant: the index holds, for this holder, exactly the blocks whose copies are counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moongate.router.blocks import TOKEN_BYTES, extend_chain, root_hash
+from moongate.router.events import BlocksRemoved, BlocksStored
+from moongate.router.index import OwnershipIndex
+from moongate.router.model import BlockHash, BlockSpace, EngineHash, Holder, Tier
+
+
+@dataclass(slots=True)
+class _Copies:
+    block: BlockHash
+    count: int = 1
+
+
+@dataclass(slots=True)
+class LedgerCounts:
+    """Counted since the source was opened; for metrics and `/admin/index`."""
+
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    orphan_blocks: int = 0  # parent unknown: can't be named
+    ignored_blocks: int = 0  # a group or tier that says nothing about reusable prefixes here
+    malformed_events: int = 0
+    refused_blocks: int = 0  # the index was full
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The blocks of one holder by the engine's names."""
+
+    holder: Holder
+    index: OwnershipIndex
+    counts: LedgerCounts = field(default_factory=LedgerCounts)
+    block_size_tokens: int | None = None  # as the events say
+    _names: dict[tuple[Tier, EngineHash], _Copies] = field(default_factory=dict)
+    _group: int | None = None  # the KV group whose blocks decide reuse
+
+    def store(self, event: BlocksStored) -> bool:
+        """Note stored blocks. Return False if something in the event could not be used."""
+        count = len(event.engine_hashes)
+        if not self._decides_reuse(event):
+            self.counts.ignored_blocks += count
+            return True
+        if not _is_well_formed(event):
+            self.counts.malformed_events += 1
+            return False
+        parent = self._parent_hash(event)
+        if parent is None:
+            self.counts.orphan_blocks += count
+            return False
+        self.block_size_tokens = event.block_size_tokens
+        blocks = extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
+        self.counts.stored_blocks += count
+        refused_before = self.counts.refused_blocks
+        for engine_hash, block in zip(event.engine_hashes, blocks, strict=True):
+            self._add_copy(event.tier, engine_hash, block)
+        return self.counts.refused_blocks == refused_before
+
+    def remove(self, event: BlocksRemoved) -> None:
+        """Note that one copy of each block is gone. Names that aren't known are no error."""
+        if self._group is not None and event.group != self._group:
+            return
+        for engine_hash in event.engine_hashes:
+            name = (event.tier, engine_hash)
+            copies = self._names.get(name)
+            if copies is None:
+                continue
+            self.counts.removed_blocks += 1
+            copies.count -= 1
+            if copies.count == 0:
+                del self._names[name]
+                self.index.remove(self.holder, event.tier, copies.block)
+
+    def clear(self, tier: Tier | None = None) -> None:
+        """Forget what this source announced, on one tier or (None) altogether."""
+        gone = [name for name in self._names if tier is None or name[0] is tier]
+        for name in gone:
+            self.index.remove(self.holder, name[0], self._names.pop(name).block)
+
+    def held(self) -> Iterator[tuple[Tier, BlockHash]]:
+        """Iterate over all that the holder has, as the index knows it."""
+        return ((tier, copies.block) for (tier, _), copies in self._names.items())
+
+    def engine_hashes(self, tier: Tier) -> set[EngineHash]:
+        """Return the engine's names of all blocks on this tier (for comparison with the engine)."""
+        return {engine_hash for named_tier, engine_hash in self._names if named_tier is tier}
+
+    def _decides_reuse(self, event: BlocksStored) -> bool:
+        """Tell whether the event is of the group that decides how long a prefix can be reused.
+
+        With several groups (hybrid attention) full attention needs every block of a prefix, so
+        its blocks bound the reuse; the first full-attention group that speaks is taken.
+        Pool copies are no holder's own: the pool's directory has them.
+        """
+        if event.tier is Tier.POOL or not event.is_full_attention:
+            return False
+        if self._group is None:
+            self._group = event.group
+        return event.group == self._group
+
+    def _parent_hash(self, event: BlocksStored) -> BlockHash | None:
+        if event.parent is None:
+            return root_hash(BlockSpace(event.block_size_tokens, event.lora_name))
+        for tier in (event.tier, *Tier):
+            copies = self._names.get((tier, event.parent))
+            if copies is not None:
+                return copies.block
+        return None
+
+    def _add_copy(self, tier: Tier, engine_hash: EngineHash, block: BlockHash) -> None:
+        name = (tier, engine_hash)
+        copies = self._names.get(name)
+        if copies is not None and copies.block == block:
+            copies.count += 1
+            return
+        if copies is not None:
+            # One engine name, two contents: a hash collision of 64-bit names, or a lost removal.
+            self.index.remove(self.holder, tier, copies.block)
+            del self._names[name]
+        if self.index.store(self.holder, tier, block):
+            self._names[name] = _Copies(block)
+        else:
+            self.counts.refused_blocks += 1
+
+
+def _is_well_formed(event: BlocksStored) -> bool:
+    count = len(event.engine_hashes)
+    return (
+        event.block_size_tokens > 0
+        and len(event.tokens) == count * event.block_size_tokens * TOKEN_BYTES
+        and (event.extra_keys is None or len(event.extra_keys) == count)
+    )

@@ -1,0 +1,75 @@
+"""Which request continues which, told by the prompts alone.
+
+A turn of an agent session resends the prompt of the turn before, so the last full block of that
+earlier prompt (its tail) is among the new prompt's blocks. No session key is needed, and forks and
+sub-agents are found the same way. A tail from which many requests depart is no session but a shared
+beginning (a system prompt); so departures are counted.
+
+Bounded: the least recently used tails and departure points are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moongate.router.model import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where a request departs from what is known.
+
+    `history_blocks`: leading blocks up to the tail of the turn it continues, 0 for a new session.
+    `departures`: how many earlier requests went on from the same point. A turn that continues its
+    session has 0, a fork 1, the next session with a popular system prompt many.
+    """
+
+    history_blocks: int = 0
+    departures: int = 0
+
+
+class Lineages:
+    """The tails of recent prompts. `tails_max` bounds them, and the departure points as well."""
+
+    def __init__(self, tails_max: int = 65_536) -> None:
+        self._tails_max = tails_max
+        self._tails: OrderedDict[BlockHash, None] = OrderedDict()
+        self._departures: OrderedDict[BlockHash, int] = OrderedDict()
+
+    def find(self, chain: Sequence[BlockHash], shared_blocks: int) -> Lineage:
+        """Return where a prompt departs; `shared_blocks` is the longest overlap in the fleet.
+
+        Cost: O(blocks since the last turn) for a continuation, O(blocks) for a new session.
+        """
+        for position in range(len(chain) - 1, -1, -1):
+            if chain[position] in self._tails:
+                return Lineage(position + 1, self._departures.get(chain[position], 0))
+        if shared_blocks:
+            return Lineage(0, self._departures.get(chain[shared_blocks - 1], 0))
+        return Lineage()
+
+    def note(self, chain: Sequence[BlockHash], lineage: Lineage, shared_blocks: int) -> None:
+        """Remember a prompt that was forwarded: its departure (as found), and its tail."""
+        if not chain:
+            return
+        depth = lineage.history_blocks or shared_blocks
+        if depth:
+            self._departures[chain[depth - 1]] = lineage.departures + 1
+            _touch(self._departures, chain[depth - 1], self._tails_max)
+        self._tails[chain[-1]] = None
+        _touch(self._tails, chain[-1], self._tails_max)
+
+    def __len__(self) -> int:
+        return len(self._tails)
+
+
+def _touch(
+    table: OrderedDict[BlockHash, int] | OrderedDict[BlockHash, None],
+    key: BlockHash,
+    entries_max: int,
+) -> None:
+    table.move_to_end(key)
+    if len(table) > entries_max:
+        table.popitem(last=False)

@@ -1,0 +1,165 @@
+"""The vocabulary of the routing core as types.
+
+Values only: no behaviour beyond what follows from the values themselves. Ids are `NewType`s so
+that a URL, a model name and an id can't be mixed up; absent is `None`, never -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple, NewType
+
+InstanceId = NewType("InstanceId", str)
+RequestId = NewType("RequestId", str)
+
+BlockHash = NewType("BlockHash", bytes)
+"""Our name for a block together with its whole prefix (see `blocks.py`)."""
+
+EngineHash = int | bytes
+"""The engine's name for a block, as published: opaque. An int of 64 bits, or the raw digest."""
+
+ExtraKeys = tuple[object, ...]
+"""What isolates a block beside its tokens: cache salt, multimodal hashes. Never empty."""
+
+
+class Role(Enum):
+    """What an instance may be asked to do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Tier(Enum):
+    """Where a copy of a block lives, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    POOL = "pool"
+
+
+class Trust(IntEnum):
+    """How far what we hold about a source's blocks can be believed. Also the metric's value."""
+
+    APPROXIMATE = 0  # no events: only predictions from our own forwards
+    DEGRADED = 1  # events, but some were lost and could not be replayed
+    EXACT = 2  # every event since the cache was last known to be empty
+
+
+class Reason(Enum):
+    """Why a request went where it went (`x-moongate-reason`)."""
+
+    DEVICE_PREFIX = "device_prefix"
+    POOL_PREFIX = "pool_prefix"
+    SESSION = "session"
+    LOAD = "load"
+    ONLY_CHOICE = "only_choice"
+    FALLBACK = "fallback"
+
+
+class Holder(NamedTuple):
+    """One cache: a data-parallel rank of an instance. Rank `None`: the instance has just one."""
+
+    instance_id: InstanceId
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return self.instance_id if self.rank is None else f"{self.instance_id}@{self.rank}"
+
+
+class SourceId(NamedTuple):
+    """One stream of KV events: a publisher of an instance, named by the rank it was opened for."""
+
+    instance_id: InstanceId
+    publisher: int = 0
+
+
+class BlockSpace(NamedTuple):
+    """What must agree, beside the tokens, for two blocks to be the same: the root of a chain.
+
+    The model is not in it: an instance serves one base model, and candidates are chosen by model
+    before blocks are looked at. `block_size_tokens` 0 is the space of text chunks, in which a
+    prompt lies that could not be tokenised.
+    """
+
+    block_size_tokens: int
+    lora_name: str | None = None
+
+
+TEXT_SPACE = BlockSpace(0)
+TEXT_CHUNK_BYTES = 256
+BYTES_PER_TOKEN = 4
+"""English and code in common tokenizers; only used where a prompt could not be tokenised."""
+
+
+class ModelCard(NamedTuple):
+    """A name under which an instance answers. `is_adapter`: a LoRA adapter on the base model."""
+
+    name: str
+    is_adapter: bool = False
+    root: str | None = None  # where the engine loaded it from, as `/v1/models` says
+    max_model_len_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """What the operator said about an instance."""
+
+    id: InstanceId
+    role: Role = Role.BOTH
+    weight: float = 1.0  # relative speed; 2.0 takes twice the load of 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """What discovery found out about an instance."""
+
+    models: tuple[ModelCard, ...]
+    block_size_tokens: int | None = None  # None: not told; events will say
+    capacity_blocks: int | None = None  # of one rank
+    ranks: tuple[int, ...] = ()  # global data-parallel ranks; empty: one cache, no rank header
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a request's prompt: its length, and the hashes of its full blocks.
+
+    `chains` holds one chain for each block space found in the fleet for the request's model. An
+    inexact prompt has only the chain in `TEXT_SPACE`, and `token_count` is an estimate.
+    """
+
+    token_count: int
+    chains: Mapping[BlockSpace, Sequence[BlockHash]]
+    is_exact: bool = True
+
+    def chain(self, space: BlockSpace) -> Sequence[BlockHash]:
+        return self.chains.get(space if self.is_exact else TEXT_SPACE, ())
+
+    def block_tokens(self, space: BlockSpace) -> int:
+        """Return the tokens that a block of this prompt stands for."""
+        return space.block_size_tokens if self.is_exact else TEXT_CHUNK_BYTES // BYTES_PER_TOKEN
+
+    def usable_blocks(self, space: BlockSpace) -> int:
+        """Return the blocks that can be reused: the engine always computes the last token itself.
+
+        Source: vLLM 0.32 `KVCacheManager.get_computed_blocks` (hit length <= tokens - 1).
+        """
+        block_tokens = self.block_tokens(space)
+        if block_tokens == 0:
+            return 0
+        return min(len(self.chain(space)), max(self.token_count - 1, 0) // block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as far as routing needs it."""
+
+    id: RequestId
+    model: str
+    prompt: Prompt | None = None  # None: nothing is known that could be reused
+    is_prompt_missing: bool = False  # it should have been known, and could not be read
+    session_key: str | None = None
+    policy: str | None = None  # a policy asked for by name, already allowed

@@ -1,0 +1,179 @@
+"""The fleet's sources of KV events: each one's feed and ledger, and what they say together.
+
+A feed says which batches come next, a ledger puts them into the index; here they are tied together
+and each source's blocks are attributed to a holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from moongate.router.commands import Command, RequestReplay
+from moongate.router.events import (
+    BatchReceived,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    BlocksUnreadable,
+    KvEvent,
+    ReplayEnded,
+    SourceClosed,
+    SourceOpened,
+    SourceReconnected,
+)
+from moongate.router.feed import Apply, Ask, Feed, FeedAction, Forget
+from moongate.router.fleet import InstanceState
+from moongate.router.index import OwnershipIndex
+from moongate.router.ledger import Ledger
+from moongate.router.model import Holder, InstanceId, SourceId, Tier, Trust
+
+SourceEvent = SourceOpened | BatchReceived | ReplayEnded | SourceReconnected | SourceClosed
+
+
+@dataclass(slots=True)
+class SourceState:
+    """One source: the order of its batches, and what it announced."""
+
+    feed: Feed
+    rank: int | None
+    ledger: Ledger
+
+
+class Sources:
+    """All open sources, by id. What they say goes into `index`."""
+
+    def __init__(self, index: OwnershipIndex) -> None:
+        self._index = index
+        self._by_instance: dict[InstanceId, dict[SourceId, SourceState]] = {}
+
+    def __iter__(self) -> Iterator[tuple[SourceId, SourceState]]:
+        for states in self._by_instance.values():
+            yield from states.items()
+
+    def find(self, source: SourceId) -> SourceState | None:
+        return self._by_instance.get(source.instance_id, {}).get(source)
+
+    def of(self, instance_id: InstanceId) -> list[SourceState]:
+        return list(self._by_instance.get(instance_id, {}).values())
+
+    # --- what they say together -------------------------------------------------------------------
+
+    def trust(self, holder: Holder) -> Trust:
+        """Return how far the blocks attributed to this holder can be believed."""
+        states = self.of(holder.instance_id)
+        return min(
+            (state.feed.trust for state in states if state.ledger.holder == holder),
+            default=Trust.APPROXIMATE,
+        )
+
+    def block_size_tokens(self, instance_id: InstanceId) -> int | None:
+        """Return the block size that the instance's events name, None before the first."""
+        sizes = (state.ledger.block_size_tokens for state in self.of(instance_id))
+        return next((size for size in sizes if size is not None), None)
+
+    # --- what happened ----------------------------------------------------------------------------
+
+    def handle(self, event: SourceEvent, instance: InstanceState, now: float) -> list[Command]:
+        """Take in an event of one of the instance's sources. One that is not open says nothing."""
+        if isinstance(event, SourceOpened):
+            return self._open(event, instance, now)
+        state = self.find(event.source)
+        if state is None:
+            return []
+        match event:
+            case BatchReceived():
+                actions = state.feed.received(event, now)
+            case ReplayEnded():
+                actions = state.feed.replay_ended(event.replay_id, event.is_complete, now)
+            case SourceReconnected():
+                actions = state.feed.reconnected(now)
+            case SourceClosed():
+                self._close(event.source)
+                return []
+            case _:
+                assert_never(event)
+        return self._perform(event.source, state, instance, actions)
+
+    def woke(self, source: SourceId, instance: InstanceState, now: float) -> list[Command]:
+        """Let a source do what is due."""
+        state = self.find(source)
+        assert state is not None, source
+        return self._perform(source, state, instance, state.feed.woke(now))
+
+    def close_all(self, instance_id: InstanceId) -> None:
+        for source in list(self._by_instance.get(instance_id, {})):
+            self._close(source)
+
+    def _open(self, event: SourceOpened, instance: InstanceState, now: float) -> list[Command]:
+        assert self.find(event.source) is None, event.source
+        holder = self._known(instance.holder_of(event.rank))
+        state = SourceState(Feed(event.has_replay), event.rank, Ledger(holder, self._index))
+        self._by_instance.setdefault(instance.spec.id, {})[event.source] = state
+        return self._perform(event.source, state, instance, state.feed.opened(now))
+
+    def _close(self, source: SourceId) -> None:
+        states = self._by_instance[source.instance_id]
+        states.pop(source).ledger.clear()
+        if not states:
+            del self._by_instance[source.instance_id]
+
+    # --- applying ---------------------------------------------------------------------------------
+
+    def _perform(
+        self,
+        source: SourceId,
+        state: SourceState,
+        instance: InstanceState,
+        actions: Sequence[FeedAction],
+    ) -> list[Command]:
+        commands: list[Command] = []
+        for action in actions:
+            match action:
+                case Apply():
+                    self._attribute(state, instance, action.rank)
+                    for event in action.events:
+                        self._apply(state, event)
+                case Forget():
+                    state.ledger.clear()
+                    self._index.forget_predictions(state.ledger.holder)
+                case Ask():
+                    commands.append(RequestReplay(source, action.from_sequence, action.replay_id))
+                case _:
+                    assert_never(action)
+        return commands
+
+    def _apply(self, state: SourceState, event: KvEvent) -> None:
+        match event:
+            case BlocksStored():
+                if not state.ledger.store(event):
+                    state.feed.distrust()
+            case BlocksRemoved():
+                state.ledger.remove(event)
+            case BlocksCleared():
+                state.ledger.clear(Tier.DEVICE)
+                self._index.forget_predictions(state.ledger.holder)
+            case BlocksUnreadable():
+                state.ledger.counts.malformed_events += 1
+                state.feed.distrust()
+            case _:
+                assert_never(event)
+
+    def _attribute(self, state: SourceState, instance: InstanceState, rank: int | None) -> None:
+        """Let the batch's own rank decide whose blocks these are.
+
+        Ranks are global in events and in the rank header, whatever the publisher's port suggests.
+        A publisher speaks of one rank; should it change, what it said before is void.
+        """
+        if rank is None or rank == state.rank:
+            return
+        state.rank = rank
+        holder = instance.holder_of(rank)
+        if holder != state.ledger.holder:
+            state.ledger.clear()
+            state.ledger.holder = self._known(holder)
+
+    def _known(self, holder: Holder) -> Holder:
+        self._index.add_holder(holder)
+        return holder
