@@ -125,12 +125,11 @@ class Chooser:
     def _departure(self, request: Request, candidates: Sequence[Candidate]) -> Departure:
         """Find out what the request continues. Of several chains that of the smallest blocks counts."""
         prompt = request.prompt
-        if prompt is None or not prompt.chains:
+        spaces = [s for s in prompt.chains if prompt.block_tokens(s)] if prompt is not None else []
+        if prompt is None or not spaces:
             return Departure()
-        space = min(prompt.chains, key=lambda s: (s.block_size_tokens, s.lora_name or ""))
+        space = min(spaces, key=lambda s: (s.block_size_tokens, s.lora_name or ""))
         chain, block_tokens = prompt.chain(space), prompt.block_tokens(space)
-        if block_tokens == 0:
-            return Departure()
         best_overlap_tokens = max(c.overlap_tokens for c in candidates)
         shared_blocks = min(best_overlap_tokens // block_tokens, len(chain))
         lineage = self.lineages.find(chain, shared_blocks)

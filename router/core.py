@@ -88,7 +88,6 @@ class _Tracked:
     attempt: int = 0
     holder: Holder | None = None
     tried: list[InstanceId] = field(default_factory=list)
-    failed_on: InstanceId | None = None  # to be charged when another instance serves the request
     predicted: Sequence[BlockHash] = ()
     prefill_tokens: int = 0
     forwarded_at: float = 0.0
@@ -205,7 +204,7 @@ class RouterCore:
     def _try_forward(self, tracked: _Tracked, now: float) -> Forward | None:
         """Choose a holder and reserve it, in one step. None: no instance is left to choose."""
         request = tracked.request
-        choice = self._choose(request, now, excluded=tracked.tried)
+        choice = self._choose(request, now, self._random_below, excluded=tracked.tried)
         if choice is None:
             return None
         if tracked.attempt == 0:
@@ -221,7 +220,7 @@ class RouterCore:
         prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
         self._forwards += 1
         instance.last_chosen[holder] = self._forwards
-        instance.has_trial = instance.suspended_until is not None
+        instance.begin_trial(request.id)
         tracked.attempt += 1
         tracked.tried.append(holder.instance_id)
         tracked.holder = holder
@@ -258,18 +257,15 @@ class RouterCore:
         """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
         tracked = self.requests[event.request_id]
         assert tracked.holder is not None
-        failed_on = tracked.holder.instance_id
         self._release(tracked, now)
-        commands = self._note_failure(failed_on, event.kind)
+        commands = self._note_failure(tracked.holder.instance_id, event.kind)
         if tracked.attempt < self.limits.attempts_max:
             forward = self._try_forward(tracked, now)
             if forward is not None:
-                tracked.failed_on = failed_on
                 return [*commands, forward]
         # Nobody could serve it, so it may be the request's own fault: no instance is charged.
         del self.requests[event.request_id]
-        for instance_id in tracked.tried:
-            self._end_trial(instance_id)
+        self._end_trials(tracked)
         return [*commands, RelayFailure(event.request_id)]
 
     def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
@@ -292,22 +288,28 @@ class RouterCore:
         tracked = self.requests.pop(event.request_id)
         assert tracked.holder is not None
         self._release(tracked, now)
-        served_by = self.fleet.find(tracked.holder.instance_id)
-        is_answered = event.outcome is Outcome.ANSWERED
-        if served_by is not None and is_answered:
-            served_by.resume()
-        self._end_trial(tracked.holder.instance_id)
-        if tracked.failed_on is not None:
-            failed = self.fleet.find(tracked.failed_on)
-            if failed is not None and is_answered and failed.is_healthy:
-                failed.suspend(now)
-            self._end_trial(tracked.failed_on)
+        if event.outcome is Outcome.ANSWERED:
+            self._charge_failures(tracked, now)
+        self._end_trials(tracked)
         return [Probe(tracked.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
 
-    def _end_trial(self, instance_id: InstanceId) -> None:
-        instance = self.fleet.find(instance_id)
-        if instance is not None:
-            instance.has_trial = False
+    def _charge_failures(self, tracked: _Tracked, now: float) -> None:
+        """The last instance that was tried has served what the others could not."""
+        *failed_on, served_by = (self.fleet.find(instance_id) for instance_id in tracked.tried)
+        if served_by is not None:
+            served_by.resume()
+        for failed in failed_on:
+            if failed is None or not failed.is_healthy:
+                continue
+            # Requests that failed together are one reason to back off, not one each.
+            if failed.suspended_until is None or failed.trial == tracked.request.id:
+                failed.suspend(now)
+
+    def _end_trials(self, tracked: _Tracked) -> None:
+        for instance_id in tracked.tried:
+            instance = self.fleet.find(instance_id)
+            if instance is not None:
+                instance.end_trial(tracked.request.id)
 
     def _release(self, tracked: _Tracked, now: float) -> None:
         """End an attempt: its load is free, and what it should have cached is soon known."""
@@ -321,16 +323,25 @@ class RouterCore:
 
     # --- choosing ---------------------------------------------------------------------------------
 
+    def has_policy(self, name: str) -> bool:
+        """Tell whether a request may name this policy."""
+        return name in self._policies
+
     def explain(self, request: Request, now: float) -> Decision | None:
         """Return what would be decided now, and change nothing. None: no candidate."""
-        choice = self._choose(request, now, ())
+        # Not the real chance: drawing from it would change what is decided next.
+        choice = self._choose(request, now, random_below=lambda n: 0, excluded=())
         return choice.decision if choice is not None else None
 
     def _choose(
-        self, request: Request, now: float, excluded: Sequence[InstanceId]
+        self,
+        request: Request,
+        now: float,
+        random_below: RandomBelow,
+        excluded: Sequence[InstanceId],
     ) -> Choice | None:
         policy = self._policies.get(request.policy or "", self.policy)
-        return self._chooser.choose(policy, request, self._random_below, now, excluded)
+        return self._chooser.choose(policy, request, random_below, now, excluded)
 
     def spaces(self, model: str) -> set[BlockSpace]:
         """Return the block spaces in which a prompt for this model has to be hashed."""
@@ -362,6 +373,7 @@ class RouterCore:
         instance.facts = facts
         for holder in instance.holders:
             self.index.add_holder(holder, facts.capacity_blocks)
+        self.sources.described(instance)
 
     def _probed(self, instance: InstanceState, event: InstanceProbed) -> None:
         limits = self.limits
@@ -382,7 +394,7 @@ class RouterCore:
         self.sources.close_all(instance.spec.id)
         for holder in self.index.holders:
             if holder.instance_id == instance.spec.id:
-                self.index.remove_holder(holder, ())
+                self.index.remove_holder(holder)
         self.fleet.remove(instance.spec.id)
 
     def _get_instance(self, instance_id: InstanceId) -> InstanceState:

@@ -22,6 +22,7 @@ from moongate.router.model import (
     InstanceId,
     InstanceSpec,
     ModelCard,
+    RequestId,
     Role,
 )
 
@@ -41,7 +42,7 @@ class InstanceState:
     probes_in_a_row: int = 0  # with the outcome opposite to `is_healthy`
     suspended_until: float | None = None
     suspension_s: float = 0.0
-    has_trial: bool = False  # one request is out to find out whether it works again
+    trial: RequestId | None = None  # the request that is out to find out whether it works again
     last_chosen: dict[Holder, int] = field(default_factory=dict)
 
     @property
@@ -92,19 +93,28 @@ class InstanceState:
         """Give it no work for a while: a request failed here that another instance could serve."""
         self.suspension_s = min(max(self.suspension_s * 2, SUSPENSION_S_MIN), SUSPENSION_S_MAX)
         self.suspended_until = now + self.suspension_s
-        self.has_trial = False
+        self.trial = None
 
     def resume(self) -> None:
         """It works: a request was answered."""
         self.suspended_until = None
         self.suspension_s = 0.0
-        self.has_trial = False
+        self.trial = None
+
+    def begin_trial(self, request_id: RequestId) -> None:
+        """Note where this request goes: when suspended, and without a trial yet, it is the trial."""
+        if self.suspended_until is not None and self.trial is None:
+            self.trial = request_id
+
+    def end_trial(self, request_id: RequestId) -> None:
+        if self.trial == request_id:
+            self.trial = None
 
     def is_suspended(self, now: float) -> bool:
         """Tell whether it must get no work now. Past the back-off one trial at a time may pass."""
         if self.suspended_until is None:
             return False
-        return now < self.suspended_until or self.has_trial
+        return now < self.suspended_until or self.trial is not None
 
 
 class Fleet:

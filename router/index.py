@@ -15,6 +15,7 @@ predicted for a holder that holds it confirmed on the device.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Overlap:
 class OwnershipIndex:
     """Which holder has which block, on which tier.
 
-    `blocks_max` bounds the (block, holder, tier) entries that events may make; past it `store`
+    `blocks_max` bounds the entries (block, holder, tier) that events may make; past it `store`
     refuses, and the source is no longer exact. A holder's predicted blocks are bounded by its
     capacity; past it the oldest go, which is also how an engine's own LRU would go about it.
     """
@@ -48,6 +49,7 @@ class OwnershipIndex:
         self._masks: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in Tier}
         self._counts: dict[Holder, dict[Tier, int]] = {}
         self._total = 0
+        self._repeats: Counter[tuple[Holder, Tier, BlockHash]] = Counter()
         self._predicted_masks: dict[BlockHash, int] = {}
         self._predicted: dict[Holder, dict[BlockHash, float]] = {}  # block -> expires_at
         self._expiries: list[tuple[float, int, Holder, tuple[BlockHash, ...]]] = []
@@ -70,10 +72,8 @@ class OwnershipIndex:
         self._counts[holder] = dict.fromkeys(Tier, 0)
         self._predicted[holder] = {}
 
-    def remove_holder(self, holder: Holder, held: Iterable[tuple[Tier, BlockHash]]) -> None:
-        """Forget a holder. `held` is all that it holds confirmed (its ledger knows)."""
-        for tier, block in held:
-            self.remove(holder, tier, block)
+    def remove_holder(self, holder: Holder) -> None:
+        """Forget a holder that has nothing confirmed any more."""
         assert not any(self._counts[holder].values()), (holder, self._counts[holder])
         self.forget_predictions(holder)
         del self._counts[holder], self._predicted[holder], self._capacities[holder]
@@ -82,16 +82,22 @@ class OwnershipIndex:
     # --- confirmed --------------------------------------------------------------------------------
 
     def store(self, holder: Holder, tier: Tier, block: BlockHash) -> bool:
-        """Note a confirmed copy. Return False when the index is full and it was not noted."""
+        """Note a confirmed copy. Return False when the index is full and it was not noted.
+
+        A holder's block may be announced under two names or by two sources; it is then held until
+        each has been removed.
+        """
         masks = self._masks[tier]
         bit = 1 << self._numbers[holder]
         mask = masks.get(block, 0)
-        if not mask & bit:
-            if self._total >= self._blocks_max:
-                return False
+        if self._total >= self._blocks_max:
+            return False
+        self._total += 1
+        if mask & bit:
+            self._repeats[holder, tier, block] += 1
+        else:
             masks[block] = mask | bit
             self._counts[holder][tier] += 1
-            self._total += 1
         if tier is Tier.DEVICE and block in self._predicted[holder]:
             self._drop_prediction(holder, block)
         return True
@@ -103,12 +109,17 @@ class OwnershipIndex:
         mask = masks.get(block, 0)
         if not mask & bit:
             return
+        self._total -= 1
+        if self._repeats and (holder, tier, block) in self._repeats:
+            self._repeats[holder, tier, block] -= 1
+            if not self._repeats[holder, tier, block]:
+                del self._repeats[holder, tier, block]
+            return
         if mask == bit:
             del masks[block]
         else:
             masks[block] = mask & ~bit
         self._counts[holder][tier] -= 1
-        self._total -= 1
 
     def count(self, holder: Holder, tier: Tier) -> int:
         """Return the blocks that the holder has confirmed on this tier."""
@@ -116,7 +127,7 @@ class OwnershipIndex:
 
     @property
     def total(self) -> int:
-        """Return the (block, holder, tier) entries in all."""
+        """Return the entries in all: (block, holder, tier), as often as announced."""
         return self._total
 
     # --- predicted --------------------------------------------------------------------------------

@@ -89,6 +89,15 @@ class Ledger:
         gone = [name for name in self._names if tier is None or name[0] is tier]
         for name in gone:
             self.index.remove(self.holder, name[0], self._names.pop(name).block)
+        if tier is None:
+            self._group = None  # whatever comes next may be another engine
+
+    def move(self, holder: Holder) -> None:
+        """Attribute all that was announced to another holder, known to the index."""
+        for tier, block in self.held():
+            self.index.remove(self.holder, tier, block)
+            self.index.store(holder, tier, block)
+        self.holder = holder
 
     def held(self) -> Iterator[tuple[Tier, BlockHash]]:
         """Iterate over all that the holder has, as the index knows it."""

@@ -162,4 +162,5 @@ class Request:
     prompt: Prompt | None = None  # None: nothing is known that could be reused
     is_prompt_missing: bool = False  # it should have been known, and could not be read
     session_key: str | None = None
+    tie_key: str | None = None  # decides between equal costs only: the user behind many sessions
     policy: str | None = None  # a policy asked for by name, already allowed

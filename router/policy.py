@@ -181,6 +181,9 @@ class KvCost:
         worth = {c.holder: c.overlap_tokens * self._trust_weight(c.trust) for c in candidates}
         best = max(worth.values())
         ranked = [self._price(situation, c, worth[c.holder], best) for c in candidates]
+        if situation.request.tie_key is not None:
+            preferred = by_session(situation.request.tie_key, candidates)
+            return sorted(ranked, key=lambda r: (r.cost_ms, preferred.index(r.candidate)))
         # Equal costs go to whoever waited longest, so that an idle fleet fills evenly.
         return sorted(ranked, key=lambda r: (r.cost_ms, _waited_longest(r.candidate)))
 
@@ -295,7 +298,7 @@ def _make_plug_in(name: str, options: Mapping[str, Any]) -> Policy:
     module_name, _, class_name = name.partition(":")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise PolicyError(f"policy {name!r} can't be loaded: {error}") from error
     try:
         policy = cls(**options)

@@ -102,6 +102,13 @@ class Sources:
         assert state is not None, source
         return self._perform(source, state, instance, state.feed.woke(now))
 
+    def described(self, instance: InstanceState) -> None:
+        """Follow discovery: a cache that had no rank may have one now, or the other way round."""
+        for state in self.of(instance.spec.id):
+            holder = instance.holder_of(state.rank)
+            if holder != state.ledger.holder:
+                state.ledger.move(self._known(holder))
+
     def close_all(self, instance_id: InstanceId) -> None:
         for source in list(self._by_instance.get(instance_id, {})):
             self._close(source)

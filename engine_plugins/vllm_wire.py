@@ -1,0 +1,282 @@
+"""vLLM's KV-event wire <-> router events: pure.
+
+Accepts what vLLM 0.32 sends and what earlier releases sent: events as maps with a `type` tag (since
+vllm#42892) or as positional arrays whose first item is the tag, missing and surplus tail fields, and
+replay answers with or without a topic frame (vllm#45177). What can't be understood becomes a
+`BlocksUnreadable` with a fixed word for a reason, so one odd event loses neither its batch nor the
+subscription.
+
+Source: vLLM 0.32 `distributed/kv_events.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from moongate.router.blocks import pack_tokens
+from moongate.router.events import (
+    BatchReceived,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    BlocksUnreadable,
+    KvEvent,
+)
+from moongate.router.model import EngineHash, ExtraKeys, SourceId, Tier
+
+END_OF_REPLAY = -1
+
+STORED_FIELDS = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window", "locality", "ownership", "session_id",
+)  # fmt: skip
+REMOVED_FIELDS = ("block_hashes", "medium", "group_idx", "locality", "ownership")
+"""The order of fields in the positional form."""
+
+FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""`kv_cache_spec_kind` of groups that need every block of a prefix. None: not told."""
+
+_EXTRA_KEY_TAGS = frozenset({"lora", "mm", "cache_salt", "prompt_embeds"})
+
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class WireError(ValueError):
+    """A message that has not the form of the wire. `reason` is a fixed word, for metrics."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The frames of one message. `sequence` -1 with an empty payload ends a replay."""
+
+    topic: bytes
+    sequence: int
+    payload: bytes
+
+    @property
+    def is_end_of_replay(self) -> bool:
+        return self.sequence == END_OF_REPLAY
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+def parse_live_frames(frames: Sequence[bytes]) -> Frame:
+    """Return the frame of a PUB message: topic, 8-byte big-endian sequence, payload.
+
+    Raises: WireError.
+    """
+    if len(frames) != 3:
+        raise WireError("frame_count", f"expected topic, sequence, payload; got {len(frames)}")
+    return Frame(frames[0], _parse_sequence(frames[1]), frames[2])
+
+
+def parse_replay_frames(frames: Sequence[bytes]) -> Frame:
+    """Return the frame of a replay answer, with (newer) or without (older) a topic frame.
+
+    A leading empty delimiter, which a DEALER socket sees and a REQ socket strips, is left out.
+    Raises: WireError.
+    """
+    rest = frames[1:] if len(frames) in (3, 4) and frames[0] == b"" else frames
+    match len(rest):
+        case 2:
+            return Frame(b"", _parse_sequence(rest[0]), rest[1])
+        case 3:
+            return Frame(rest[0], _parse_sequence(rest[1]), rest[2])
+        case _:
+            raise WireError("frame_count", f"expected 2 or 3 replay frames, got {len(frames)}")
+
+
+def _parse_sequence(frame: bytes) -> int:
+    if len(frame) != 8:
+        raise WireError("sequence_size", f"expected 8 bytes, got {len(frame)}")
+    return int.from_bytes(frame, "big", signed=True)
+
+
+def format_replay_request(from_sequence: int) -> list[bytes]:
+    """Return the frames that ask a publisher for all batches from this sequence on."""
+    return [b"", from_sequence.to_bytes(8, "big")]
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def decode_batch(source: SourceId, frame: Frame, replay_id: int | None = None) -> BatchReceived:
+    """Return what a message says. A payload that can't be read is a batch that says just that."""
+    rank: int | None = None
+    try:
+        events, rank = _decode_payload(frame.payload)
+    except WireError as error:
+        events = (BlocksUnreadable(error.reason),)
+    return BatchReceived(
+        source=source,
+        sequence=frame.sequence,
+        events=events,
+        digest=xxhash.xxh3_128_digest(frame.payload),
+        rank=rank,
+        replay_id=replay_id,
+    )
+
+
+def _decode_payload(payload: bytes) -> tuple[tuple[KvEvent, ...], int | None]:
+    try:
+        batch = _decode(payload)
+    except msgspec.DecodeError as error:
+        raise WireError("payload", str(error)) from error
+    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
+        raise WireError("batch_shape", "expected [timestamp, events, rank]")
+    rank = batch[2] if len(batch) > 2 else None
+    if rank is not None and not _is_count(rank):
+        raise WireError("rank", f"expected a rank, got {rank!r}")
+    decoded = (_decode_event(event) for event in batch[1])
+    return tuple(event for event in decoded if event is not None), rank
+
+
+def _decode_event(event: object) -> KvEvent | None:
+    """Return the router event, None for a placeholder that says nothing about blocks."""
+    try:
+        tag, fields = _untag(event)
+        match tag:
+            case "BlockStored":
+                return _decode_stored(fields)
+            case "BlockRemoved":
+                return _decode_removed(fields)
+            case "AllBlocksCleared":
+                return BlocksCleared()
+            case _:
+                raise WireError("event_type", repr(tag)[:80])
+    except WireError as error:
+        return BlocksUnreadable(error.reason)
+
+
+def _untag(event: object) -> tuple[object, Mapping[str, Any]]:
+    if isinstance(event, dict):
+        return event.get("type"), event
+    if isinstance(event, list) and event:
+        names = STORED_FIELDS if event[0] == "BlockStored" else REMOVED_FIELDS
+        return event[0], dict(zip(names, event[1:], strict=False))
+    raise WireError("event_shape", f"expected a map or an array, got {type(event).__name__}")
+
+
+def _decode_stored(fields: Mapping[str, Any]) -> BlocksStored | None:
+    tier = _tier(fields)
+    token_ids = fields.get("token_ids")
+    if tier is not Tier.DEVICE and not token_ids:
+        return None  # placeholder of an offloading connector: names blocks without their content
+    hashes = _engine_hashes(fields)
+    lora_name = fields.get("lora_name")
+    if lora_name is not None and not isinstance(lora_name, str):
+        raise WireError("lora_name", repr(lora_name)[:80])
+    parent = fields.get("parent_block_hash")
+    if parent is not None and not _is_engine_hash(parent):
+        raise WireError("parent_block_hash", repr(parent)[:80])
+    if not _is_count(fields.get("block_size")):
+        raise WireError("block_size", repr(fields.get("block_size"))[:80])
+    return BlocksStored(
+        engine_hashes=hashes,
+        parent=parent,
+        tokens=_pack(token_ids),
+        block_size_tokens=fields["block_size"],
+        tier=tier,
+        lora_name=lora_name,
+        extra_keys=_extra_keys(fields.get("extra_keys"), lora_name),
+        group=_group(fields),
+        is_full_attention=fields.get("kv_cache_spec_kind") in FULL_ATTENTION_KINDS,
+    )
+
+
+def _decode_removed(fields: Mapping[str, Any]) -> BlocksRemoved:
+    return BlocksRemoved(_engine_hashes(fields), _tier(fields), _group(fields))
+
+
+def _engine_hashes(fields: Mapping[str, Any]) -> tuple[EngineHash, ...]:
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, list) or not all(_is_engine_hash(h) for h in hashes):
+        raise WireError("block_hashes", f"expected a list of hashes, got {type(hashes).__name__}")
+    return tuple(hashes)
+
+
+def _is_engine_hash(value: object) -> bool:
+    return isinstance(value, int | bytes) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _group(fields: Mapping[str, Any]) -> int:
+    group = fields.get("group_idx")
+    if group is None:
+        return 0
+    if not _is_count(group):
+        raise WireError("group_idx", repr(group)[:80])
+    return int(group)
+
+
+def _pack(token_ids: object) -> bytes:
+    if not isinstance(token_ids, list):
+        raise WireError("token_ids", f"expected a list, got {type(token_ids).__name__}")
+    try:
+        return pack_tokens(token_ids)
+    except (OverflowError, TypeError) as error:
+        raise WireError("token_ids", str(error)) from error
+
+
+def _tier(fields: Mapping[str, Any]) -> Tier:
+    """Return where the block lies. Events without a medium are of releases that had only the GPU.
+
+    Lower-case `cpu` without a locality is MooncakeStoreConnector's and means the pool; an
+    offloading connector says `CPU`, newer ones with locality LOCAL.
+    """
+    medium, locality = fields.get("medium"), fields.get("locality")
+    if medium is None or (isinstance(medium, str) and medium.upper() == "GPU"):
+        return Tier.DEVICE
+    if not isinstance(medium, str):
+        raise WireError("medium", repr(medium)[:80])
+    is_shared = locality == "REMOTE" or (medium == "cpu" and locality is None)
+    if medium.upper() == "CPU":
+        return Tier.POOL if is_shared else Tier.HOST
+    if medium.upper() == "STORAGE":
+        return Tier.POOL if is_shared else Tier.DISK
+    raise WireError("medium", medium[:80])
+
+
+def _extra_keys(value: object, lora_name: str | None) -> tuple[ExtraKeys | None, ...] | None:
+    """Return each block's extra keys without the LoRA name, which the block space has already."""
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise WireError("extra_keys", f"expected a list, got {type(value).__name__}")
+    keys = tuple(_block_extra_keys(entry, lora_name) for entry in value)
+    return keys if any(keys) else None
+
+
+def _block_extra_keys(entry: object, lora_name: str | None) -> ExtraKeys | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, list):
+        raise WireError("extra_keys", f"expected a list per block, got {type(entry).__name__}")
+    keys = [_untag_key(key) for key in entry]
+    # The adapter comes first, and only where there is one: a salt may have the same text.
+    if lora_name is not None and keys and keys[0] == lora_name:
+        keys = keys[1:]
+    return tuple(keys) or None
+
+
+def _untag_key(key: object) -> object:
+    """Return an extra key in the untagged form, in which vLLM 0.32 publishes it."""
+    if not isinstance(key, list):
+        return key
+    if len(key) > 1 and key[0] in _EXTRA_KEY_TAGS and (key[0] != "mm" or len(key) == 3):
+        return tuple(key[1:]) if key[0] == "mm" else key[1]
+    return tuple(key)

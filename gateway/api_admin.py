@@ -1,0 +1,220 @@
+"""The operators' API: health, readiness, metrics, and what the router knows and would do.
+
+FastAPI, since this is not the hot path and its schema is worth having. Read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from moongate.gateway.api_models import list_models
+from moongate.gateway.body import find_session_key, find_user, parse_body
+from moongate.gateway.driver import Driver
+from moongate.gateway.errors import GatewayError, error_body
+from moongate.gateway.headers import read_headers
+from moongate.gateway.metrics import UNMATCHED_ROUTE, Metrics
+from moongate.gateway.monitor import Monitor
+from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.receipt import decision_as_json
+from moongate.gateway.routes import PROXIED, Route
+from moongate.gateway.settings import Settings
+from moongate.router import Request as RouterRequest
+from moongate.router import RequestId, Tier
+from moongate.router.fleet import InstanceState
+
+
+class Readiness:
+    """Whether new work should come here. `is_draining` once the gateway was told to stop."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+
+
+def make_admin_app(
+    settings: Settings,
+    driver: Driver,
+    monitor: Monitor,
+    prompts: PromptPipeline,
+    metrics: Metrics,
+    readiness: Readiness,
+) -> FastAPI:
+    """Return the application for everything that is not proxied."""
+    app = FastAPI(
+        title="moongate", docs_url=None, redoc_url=None, openapi_url="/admin/openapi.json"
+    )
+    core = driver.core
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether a request could be routed now, and if not, why."""
+        reasons = _unready_reasons(driver, readiness)
+        body = {"ready": not reasons, "reasons": reasons}
+        return JSONResponse(body, status_code=503 if reasons else 200)
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return list_models(core)
+
+    @app.get("/admin/instances")
+    async def instances() -> dict[str, Any]:
+        """State, role, trust, load and tokens held, of each instance."""
+        return {"instances": [_instance_as_json(driver, state) for state in core.fleet]}
+
+    @app.get("/admin/index")
+    async def index() -> dict[str, Any]:
+        """Blocks held, and the state of each event source."""
+        return _index_as_json(driver, monitor)
+
+    @app.post("/admin/explain")
+    async def explain(request: Request) -> JSONResponse:
+        """Dry run: where a request body would go now, with every candidate and cost term."""
+        return JSONResponse(await _explain(request, settings, driver, prompts))
+
+    @app.exception_handler(GatewayError)
+    async def refused(_: Request, error: GatewayError) -> Response:
+        return _error_response(error.status, error.body(), error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def not_here(request: Request, error: HTTPException) -> Response:
+        metrics.requests.labels(UNMATCHED_ROUTE, "unknown", str(error.status_code)).inc()
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        body = error_body(message, error.status_code, _code_of(error.status_code))
+        return _error_response(error.status_code, body, error.headers or {})
+
+    return app
+
+
+def _error_response(status: int, body: bytes, headers: Mapping[str, str]) -> Response:
+    return Response(body, status, dict(headers), media_type="application/json")
+
+
+def _code_of(status: int) -> str:
+    return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+
+
+def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
+    reasons: list[str] = []
+    if readiness.is_draining:
+        reasons.append("the gateway is stopping")
+    usable = [i for i in driver.core.fleet if i.is_healthy and i.facts is not None]
+    if not usable:
+        names = ", ".join(i.spec.id for i in driver.core.fleet)
+        reasons.append(f"no instance is up ({names})")
+    return reasons
+
+
+def _instance_as_json(driver: Driver, state: InstanceState) -> dict[str, Any]:
+    core = driver.core
+    return {
+        "id": state.spec.id,
+        "role": state.spec.role.value,
+        "weight": state.spec.weight,
+        "state": _state_of(state, driver.clock()),
+        "models": [card.name for card in state.facts.models] if state.facts is not None else [],
+        "caches": [
+            {
+                "rank": holder.rank,
+                "trust": core.sources.trust(holder).name.lower(),
+                "active_requests": core.loads.get(holder).active_requests,
+                "queued_prefill_tokens": core.loads.get(holder).queued_prefill_tokens,
+                "tokens_held": _tokens_held(driver, state, str(holder)),
+            }
+            for holder in state.holders
+        ],
+    }
+
+
+def _tokens_held(driver: Driver, state: InstanceState, holder_name: str) -> dict[str, int]:
+    core = driver.core
+    size = core.sources.block_size_tokens(state.spec.id) or (
+        state.facts.block_size_tokens if state.facts is not None else None
+    )
+    holder = next((h for h in core.index.holders if str(h) == holder_name), None)
+    if holder is None or size is None:
+        return {tier.value: 0 for tier in Tier}
+    return {tier.value: core.index.count(holder, tier) * size for tier in Tier}
+
+
+def _state_of(state: InstanceState, now: float) -> str:
+    if state.facts is None and not state.is_healthy:
+        return "unknown" if state.probes_in_a_row == 0 else "down"
+    if not state.is_healthy:
+        return "down"
+    return "suspended" if state.is_suspended(now) else "up"
+
+
+def _index_as_json(driver: Driver, monitor: Monitor) -> dict[str, Any]:
+    core = driver.core
+    sources = []
+    for source, state in core.sources:
+        subscriber = monitor.subscribers.get(source)
+        feed, counts = state.feed, state.ledger.counts
+        sources.append(
+            {
+                "instance": source.instance_id,
+                "publisher": source.publisher,
+                "cache": str(state.ledger.holder),
+                "endpoint": subscriber.publisher.endpoint if subscriber is not None else None,
+                "trust": feed.trust.name.lower(),
+                "epoch": feed.epoch,
+                "next_sequence": feed.expected,
+                "block_size_tokens": state.ledger.block_size_tokens,
+                "blocks": {t.value: core.index.count(state.ledger.holder, t) for t in Tier},
+                "batches": feed.counts.batches,
+                "duplicates": feed.counts.duplicates,
+                "gaps": feed.counts.gap_batches,
+                "lost": feed.counts.lost_batches,
+                "resyncs": feed.counts.replays,
+                "restarts": feed.counts.restarts,
+                "orphan_blocks": counts.orphan_blocks,
+                "malformed_events": counts.malformed_events,
+                "refused_blocks": counts.refused_blocks,
+                "unreadable_messages": dict(subscriber.unreadable) if subscriber else {},
+            }
+        )
+    predicted = {str(h): core.index.predicted_count(h) for h in core.index.holders}
+    return {"blocks": core.index.total, "predicted_blocks": predicted, "sources": sources}
+
+
+async def _explain(
+    request: Request, settings: Settings, driver: Driver, prompts: PromptPipeline
+) -> dict[str, Any]:
+    raw = await request.body()
+    body = parse_body(raw, Route("/admin/explain", needs_model=True))
+    path = "/v1/chat/completions" if "messages" in body.fields else "/v1/completions"
+    route = PROXIED[path]
+    body = parse_body(raw, route)
+    assert body.model is not None
+    if body.model not in driver.core.fleet.model_cards():
+        raise GatewayError(404, "the model does not exist", "model_not_found", "model")
+    read = await prompts.read(route, body)
+    headers = read_headers(request.scope["headers"])
+    decision = driver.core.explain(
+        RouterRequest(
+            id=RequestId("explain"),
+            model=body.model,
+            prompt=read.prompt,
+            is_prompt_missing=read.fallback is not None,
+            session_key=find_session_key(headers, body, settings.session.header),
+            tie_key=find_user(body),
+        ),
+        driver.clock(),
+    )
+    if decision is None:
+        raise GatewayError(503, "no instance can take the request now", "no_instance")
+    return {**decision_as_json(decision), "fallback": read.fallback}

@@ -1,0 +1,150 @@
+"""The gateway as one ASGI application: constructs the parts and wires them, in one place."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.driver import Driver, Recorder
+from moongate.gateway.engine_api import EngineApi
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.hotpath import HotPath, Receive, Scope, Send
+from moongate.gateway.links import Links
+from moongate.gateway.metrics import Metrics
+from moongate.gateway.monitor import Monitor
+from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.routes import PROXIED
+from moongate.gateway.settings import Settings
+from moongate.router import RouterCore, RouterLimits, make_policy
+from moongate.router.policy import BUILT_IN, Policy
+
+
+class Gateway:
+    """The application. Its sockets open with the server's lifespan and close with it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.settings = settings
+        self.readiness = Readiness()
+        chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
+        self.core = make_core(settings, chance.randrange)
+        self.driver = Driver(self.core, clock, recorder)
+        self._clock = clock
+        self._links: Links | None = None
+        self._monitor: Monitor | None = None
+        self._prompts: PromptPipeline | None = None
+        self._hot_path: HotPath | None = None
+        self._admin: FastAPI | None = None
+
+    @property
+    def monitor(self) -> Monitor:
+        assert self._monitor is not None, "the gateway has not been started"
+        return self._monitor
+
+    async def start(self) -> None:
+        """Open connections and begin to watch the instances. Call inside the event loop."""
+        settings, driver = self.settings, self.driver
+        self._links = Links(settings)
+        self._prompts = PromptPipeline(
+            mode=settings.tokenizer.mode if self.core.policy.reads_prompts else "off",
+            path=settings.tokenizer.path,
+            budget_s=settings.tokenizer.budget_ms / 1000,
+            waiting_max=settings.limits.queue_requests_max,
+            spaces=self.core.spaces,
+            remote=self._find_remote,
+            clock=self._clock,
+        )
+        prompts = self._prompts
+        metrics = Metrics(self.core, lambda: prompts.waiting)
+        self._monitor = Monitor(
+            driver, self._links, settings.health, prompts, self._clock,
+            opens_sources=self.core.policy.name != "prefix_affinity",
+        )  # fmt: skip
+        self._hot_path = HotPath(settings, driver, self._links, prompts, metrics)
+        self._admin = make_admin_app(
+            settings, driver, self._monitor, prompts, metrics, self.readiness
+        )
+        self._monitor.start()
+
+    async def stop(self) -> None:
+        """Close everything that `start` opened."""
+        assert self._monitor is not None
+        assert self._prompts is not None
+        assert self._links is not None
+        await self._monitor.close()
+        self.driver.close()
+        self._prompts.close()
+        await self._links.close()
+
+    def _find_remote(self, model: str) -> EngineApi | None:
+        """Return an instance to be asked for token ids: the least loaded that has the model."""
+        instances = self.core.fleet.available(model, self._clock(), ())
+        if not instances or self._links is None:
+            return None
+        least = min(
+            instances, key=lambda i: sum(self.core.loads.get(h).active_requests for h in i.holders)
+        )
+        return self._links.get(least.spec.id).api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        assert self._admin is not None
+        assert self._hot_path is not None
+        route = PROXIED.get(scope["path"]) if scope["type"] == "http" else None
+        if route is not None and scope["method"] == "POST":
+            await self._hot_path(route, scope, receive, send)
+        elif route is not None:
+            await self._refuse_method(scope, receive, send)
+        else:
+            await self._admin(scope, receive, send)
+
+    async def _refuse_method(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"{scope['path']} takes POST, not {scope['method'][:16]}"
+        error = GatewayError(405, message, "method_not_allowed", headers={"allow": "POST"})
+        assert self._hot_path is not None
+        await self._hot_path.refuse(PROXIED[scope["path"]], scope, send, error)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.start()
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+
+def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterCore:
+    """Return the routing core that the settings ask for."""
+    policy = make_policy(settings.policy.name, settings.policy.options)
+    others: list[Policy] = []
+    if settings.policy.allow_override:
+        others = [make_policy(name) for name in BUILT_IN if name != policy.name]
+    limits = RouterLimits(
+        index_blocks_max=settings.limits.index_blocks_max,
+        up_after=settings.health.up_after,
+        down_after=settings.health.down_after,
+        retry_after_s=settings.health.interval_s,
+    )
+    return RouterCore(policy, random_below, limits, others)
+
+
+def build_app(settings: Settings, **options: Any) -> Gateway:
+    """Return the gateway for these settings; `options` as for `Gateway`."""
+    return Gateway(settings, **options)

@@ -1,0 +1,149 @@
+"""A request's body: parsed once, checked for what the gateway relies on, otherwise left alone.
+
+The bytes go to the engine as they came. What is read here: the model, whether a stream is asked for,
+session keys, and (in `prompt.py`) the prompt. Unknown fields always pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.routes import PromptKind, Route
+
+SESSION_HEADERS = (
+    "x-session-id",
+    "x-moongate-session",
+    "x-claude-code-session-id",
+    "session-id",
+    "x-dynamo-session-id",
+)
+SESSION_KEY_CHARS_MAX = 512
+"""Longer keys are cut: they are only hashed, and still as good as distinct."""
+
+_UNIQUE_KEYS = ("model", "stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What was read from a body. `fields` is empty where only a lenient parser could read it."""
+
+    raw: bytes
+    fields: Mapping[str, Any]
+    model: str | None
+    is_stream: bool
+    is_lenient: bool = False  # has what strict JSON or UTF-8 has not: passed on, routed by load
+
+
+def parse_body(raw: bytes, route: Route) -> Body:
+    """Return what the gateway needs to know of a body.
+
+    Raises: GatewayError (400).
+    """
+    fields, is_lenient = _parse_json(raw)
+    _refuse_duplicates(raw)
+    model = fields.get("model")
+    if model is None and route.needs_model:
+        raise _bad("model: missing; name one of the models of /v1/models", "model")
+    if model is not None and not isinstance(model, str):
+        raise _bad(f"model: expected a string, got {_kind(model)}", "model")
+    stream = fields.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise _bad(f"stream: expected true or false, got {_kind(stream)}", "stream")
+    _check_prompt(fields, route)
+    return Body(raw, fields, model, bool(stream), is_lenient)
+
+
+def _parse_json(raw: bytes) -> tuple[dict[str, Any], bool]:
+    is_lenient = False
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        value = _parse_leniently(raw, error)
+        is_lenient = True
+    if not isinstance(value, dict):
+        raise _bad(f"the body must be a JSON object, got {_kind(value)}")
+    return value, is_lenient
+
+
+def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
+    """Parse what Python's own parser takes beyond the standard: NaN, and lone surrogates."""
+    if not raw:
+        raise _bad("the body is empty; expected a JSON object")
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as not_text:
+        raise _bad(
+            f"the body is not UTF-8: {not_text.reason} at byte {not_text.start}"
+        ) from not_text
+    except RecursionError as too_deep:
+        raise _bad("the body is nested too deeply") from too_deep
+    except ValueError:
+        raise _bad(f"the body is not JSON: {error}") from error
+
+
+def _refuse_duplicates(raw: bytes) -> None:
+    """Refuse a key given twice that decides where a request goes: parsers differ in which counts."""
+    if all(raw.count(b'"%s"' % key.encode()) < 2 for key in _UNIQUE_KEYS):
+        return
+    top: list[tuple[str, Any]] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        top[:] = pairs  # the outermost object is the last to be complete
+        return {}
+
+    json.loads(raw, object_pairs_hook=note)
+    for key in _UNIQUE_KEYS:
+        if sum(name == key for name, _ in top) > 1:
+            raise _bad(f"{key}: given twice", key)
+
+
+def _check_prompt(fields: Mapping[str, Any], route: Route) -> None:
+    if route.kind is PromptKind.CHAT:
+        messages = fields.get("messages")
+        if not isinstance(messages, list):
+            raise _bad(f"messages: expected a list of messages, got {_kind(messages)}", "messages")
+        if not messages:
+            raise _bad("messages: empty; expected at least one message", "messages")
+    elif route.kind is PromptKind.COMPLETION:
+        prompt = fields.get("prompt")
+        if prompt is None and fields.get("prompt_embeds") is None:
+            raise _bad("prompt: missing; expected a text, token ids, or a list of these", "prompt")
+        if prompt is not None and not isinstance(prompt, str | list):
+            raise _bad(f"prompt: expected a text or a list, got {_kind(prompt)}", "prompt")
+
+
+def find_session_key(
+    headers: Mapping[str, str], body: Body, extra_header: str | None
+) -> str | None:
+    """Return the key of the session that a request says it belongs to: headers first."""
+    names = SESSION_HEADERS if extra_header is None else (extra_header, *SESSION_HEADERS)
+    key = next((headers[name] for name in names if headers.get(name)), None)
+    if key is None:
+        metadata = body.fields.get("metadata")
+        user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+        candidates = (body.fields.get("prompt_cache_key"), user_id)
+        key = next((c for c in candidates if isinstance(c, str) and c), None)
+    return key[:SESSION_KEY_CHARS_MAX] if key is not None else None
+
+
+def find_user(body: Body) -> str | None:
+    """Return the `user` field: one user may run many sessions, so it only breaks ties."""
+    user = body.fields.get("user")
+    return user[:SESSION_KEY_CHARS_MAX] if isinstance(user, str) and user else None
+
+
+def _bad(message: str, param: str | None = None) -> GatewayError:
+    return GatewayError(400, message, "invalid_request", param)
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    if value is None:
+        return "nothing"
+    return names.get(type(value), "a number")

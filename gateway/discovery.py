@@ -1,0 +1,104 @@
+"""What an instance is, asked of itself: models, cache sizes, ranks, and where its events come from.
+
+What the operator wrote in the configuration counts more than what the engine says. An engine that
+lacks an endpoint (an older release) is described by what it has.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from moongate.engine_plugins.vllm_facts import (
+    CacheFacts,
+    FactsError,
+    Publisher,
+    offset_port,
+    read_cache_facts,
+    read_models,
+    read_publishers,
+)
+from moongate.gateway.engine_api import EngineCallFailed
+from moongate.gateway.links import Link
+from moongate.router import InstanceFacts, ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One instance, described. `publishers` is empty where no events are to be had."""
+
+    facts: InstanceFacts
+    publishers: tuple[Publisher, ...]
+
+
+async def describe(link: Link) -> Description:
+    """Ask an instance what it is.
+
+    Raises: EngineCallFailed when it doesn't answer, FactsError when it makes no sense.
+    """
+    models = await _find_models(link)
+    cache = await _find_cache_facts(link)
+    publishers = await _find_publishers(link)
+    configured = link.settings.rank_numbers
+    ranks = configured if configured is not None else tuple(p.rank for p in publishers)
+    return Description(
+        InstanceFacts(
+            models=models,
+            block_size_tokens=link.settings.block_size or cache.block_size_tokens,
+            capacity_blocks=cache.capacity_blocks,
+            # One rank numbered 0 is an engine without data parallelism: it takes no rank header.
+            ranks=() if ranks in ((), (0,)) else ranks,
+        ),
+        publishers,
+    )
+
+
+async def _find_models(link: Link) -> tuple[ModelCard, ...]:
+    cards = read_models(await link.api.get_json("/v1/models"))
+    wanted = link.settings.models
+    if wanted is None:
+        return cards
+    served = {card.name: card for card in cards}
+    for name in wanted:
+        if name not in served:
+            logger.warning("instance %s does not serve the configured model %s", link.id, name)
+    return tuple(served[name] for name in wanted if name in served)
+
+
+async def _find_cache_facts(link: Link) -> CacheFacts:
+    try:
+        return read_cache_facts(await link.api.get_text("/metrics"))
+    except EngineCallFailed as error:
+        if error.status is None:
+            raise
+        return CacheFacts()  # has no such endpoint
+
+
+async def _find_publishers(link: Link) -> tuple[Publisher, ...]:
+    settings = link.settings
+    if settings.kv_events is not None:
+        return tuple(
+            Publisher(
+                rank=rank,
+                endpoint=offset_port(settings.kv_events, rank),
+                replay_endpoint=(
+                    offset_port(settings.kv_replay, rank)
+                    if settings.kv_replay is not None
+                    else None
+                ),
+            )
+            for rank in settings.rank_numbers or (0,)
+        )
+    try:
+        answer = await link.api.get_json("/kv_event_sources")
+    except EngineCallFailed as error:
+        if error.status is None:
+            raise
+        return ()
+    try:
+        return read_publishers(answer, settings.url)
+    except FactsError as error:
+        logger.warning("instance %s: no KV events: %s", link.id, error)
+        return ()

@@ -1,0 +1,80 @@
+"""The I/O shell of the core: events go in with the time, and commands are performed.
+
+One thread, the event loop's: `handle` runs to its end before anything else can happen, so the core
+needs no lock. What a request is to do comes back to its caller; everything else is performed by
+whoever registered for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import assert_never
+
+from moongate.router import (
+    Event,
+    Forward,
+    InstanceId,
+    Probe,
+    Reject,
+    RelayFailure,
+    RequestReplay,
+    RouterCore,
+    WakeAt,
+    WakeUp,
+)
+
+RequestCommand = Forward | Reject | RelayFailure
+Recorder = Callable[[float, Event], None]
+
+
+class Driver:
+    """Feeds the core. `on_replay` and `on_probe` perform what they are named for; set them first."""
+
+    def __init__(
+        self, core: RouterCore, clock: Callable[[], float], recorder: Recorder | None = None
+    ) -> None:
+        self.core = core
+        self.clock = clock
+        self._recorder = recorder
+        self.on_replay: Callable[[RequestReplay], None] = _nobody
+        self.on_probe: Callable[[InstanceId], None] = _nobody
+        self._timer: asyncio.TimerHandle | None = None
+
+    def handle(self, event: Event) -> RequestCommand | None:
+        """Give the core an event. Return what the event's request is to do, if it is of one."""
+        now = self.clock()
+        if self._recorder is not None:
+            self._recorder(now, event)
+        outcome: RequestCommand | None = None
+        for command in self.core.handle(event, now):
+            match command:
+                case Forward() | Reject() | RelayFailure():
+                    outcome = command
+                case RequestReplay():
+                    self.on_replay(command)
+                case Probe():
+                    self.on_probe(command.instance_id)
+                case WakeAt():
+                    self._wake_at(command.at, now)
+                case _:
+                    assert_never(command)
+        return outcome
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wake_at(self, at: float, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(at - now, 0.0), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.handle(WakeUp())
+
+
+def _nobody(_: object) -> None:
+    raise AssertionError("a command without anybody to perform it")

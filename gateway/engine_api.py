@@ -1,0 +1,96 @@
+"""The gateway's own calls to an engine: health, facts, tokenising. Not the requests it forwards.
+
+Every failure comes out as `EngineCallFailed`; `is_gone` tells a refused or reset connection, which is
+proof that nothing listens there, from silence, which is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import orjson
+
+
+class EngineCallFailed(Exception):
+    """A call got no usable answer."""
+
+    def __init__(self, detail: str, *, is_gone: bool = False, status: int | None = None) -> None:
+        super().__init__(detail)
+        self.is_gone = is_gone
+        self.status = status
+
+
+class EngineApi:
+    """One instance's side calls. `timeout_s` bounds each call as a whole."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key is not None else {}
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=False,
+            # Few calls, seconds apart: a kept connection would mostly be one that has gone stale.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    async def check_health(self) -> None:
+        """Raises: EngineCallFailed unless the engine says that it is well."""
+        await self._call("GET", "/health")
+
+    async def get_json(self, path: str) -> object:
+        """Raises: EngineCallFailed."""
+        return _parse(path, (await self._call("GET", path)).content)
+
+    async def get_text(self, path: str) -> str:
+        """Raises: EngineCallFailed."""
+        return (await self._call("GET", path)).text
+
+    async def tokenize(self, body: Mapping[str, Any], timeout_s: float | None = None) -> list[int]:
+        """Return the token ids of `/tokenize` for a prompt or messages. Raises: EngineCallFailed."""
+        answer = await self._call("POST", "/tokenize", orjson.dumps(body), timeout_s)
+        value = _parse("/tokenize", answer.content)
+        tokens = value.get("tokens") if isinstance(value, dict) else None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise EngineCallFailed('/tokenize: expected a list of integers in "tokens"')
+        return tokens
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(
+        self, method: str, path: str, content: bytes | None = None, timeout_s: float | None = None
+    ) -> httpx.Response:
+        headers = {"content-type": "application/json"} if content is not None else None
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+        try:
+            answer = await self._client.request(
+                method, path, content=content, headers=headers, timeout=timeout
+            )
+        except (httpx.ConnectTimeout, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            raise EngineCallFailed(f"{path}: no answer in time") from error
+        except httpx.HTTPError as error:
+            is_gone = isinstance(error, httpx.ConnectError | httpx.ReadError)
+            raise EngineCallFailed(f"{path}: {error!r}", is_gone=is_gone) from error
+        if answer.status_code != httpx.codes.OK:
+            raise EngineCallFailed(
+                f"{path}: status {answer.status_code}", status=answer.status_code
+            )
+        return answer
+
+
+def _parse(path: str, content: bytes) -> object:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise EngineCallFailed(f"{path}: the answer is not JSON") from error

@@ -1,0 +1,61 @@
+"""What the gateway holds open to each instance: its connections, and its side calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moongate.gateway.engine_api import EngineApi
+from moongate.gateway.settings import InstanceSettings, Settings
+from moongate.gateway.upstream import Upstream
+from moongate.router import InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One instance, as the edge reaches it."""
+
+    id: InstanceId
+    settings: InstanceSettings
+    upstream: Upstream
+    api: EngineApi
+    api_key: str | None
+
+    async def close(self) -> None:
+        await self.upstream.close()
+        await self.api.close()
+
+
+class Links:
+    """All instances' links, by id. Create it inside the event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        links = [_open(instance, settings) for instance in settings.instances]
+        self._links = {link.id: link for link in links}
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._links.values())
+
+    def get(self, instance_id: InstanceId) -> Link:
+        return self._links[instance_id]
+
+    async def close(self) -> None:
+        for link in self:
+            await link.close()
+
+
+def _open(instance: InstanceSettings, settings: Settings) -> Link:
+    api_key = os.environ[instance.api_key_env] if instance.api_key_env is not None else None
+    limits = settings.limits
+    return Link(
+        id=InstanceId(instance.id),
+        settings=instance,
+        upstream=Upstream(
+            instance.url,
+            connect_timeout_s=limits.connect_timeout_s,
+            read_timeout_s=limits.upstream_timeout_s,
+        ),
+        api=EngineApi(instance.url, timeout_s=settings.health.timeout_s, api_key=api_key),
+        api_key=api_key,
+    )

@@ -1,0 +1,132 @@
+"""Prometheus metrics: counters that the edge keeps, and gauges read from the core when scraped.
+
+Names and labels are the contract's (INTERFACE, section 6). No label holds a text that a client
+chose: models that no instance serves share one value, routes are named by their templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moongate.router import RouterCore, Tier
+
+UNKNOWN_MODEL = "unknown"
+UNMATCHED_ROUTE = "unmatched"
+
+SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05)
+TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Metrics:
+    """What the edge counts. `registry` is this gateway's own, so that tests can have several."""
+
+    def __init__(self, core: RouterCore, queue_requests: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter(
+            "moongate_requests", "Requests answered", ["route", "model", "code"], registry=r
+        )
+        self.routed = Counter(
+            "moongate_routed", "Requests forwarded", ["instance", "policy", "reason"], registry=r
+        )
+        self.route_seconds = Histogram(
+            "moongate_route_seconds", "Time to decide", buckets=DECISION_BUCKETS, registry=r
+        )
+        self.tokenize_seconds = Histogram(
+            "moongate_tokenize_seconds", "Time until a prompt was read, by how it is known",
+            ["mode"], buckets=TOKENIZE_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.ttft_seconds = Histogram(
+            "moongate_ttft_seconds", "Time from a request's arrival to its answer's first byte",
+            ["instance"], buckets=SECONDS_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.e2e_seconds = Histogram(
+            "moongate_e2e_seconds", "Time from a request's arrival to its answer's end",
+            buckets=SECONDS_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.prompt_tokens = Counter(
+            "moongate_prompt_tokens", "Prompt tokens, by where routing expected them to come from",
+            ["source"], registry=r,
+        )  # fmt: skip
+        self.delivered_cached_tokens = Counter(
+            "moongate_delivered_cached_tokens", "Cached prompt tokens that engines reported",
+            registry=r,
+        )  # fmt: skip
+        self.rejected = Counter(
+            "moongate_rejected", "Requests refused by the gateway", ["reason"], registry=r
+        )
+        self.retries = Counter(
+            "moongate_retries", "Attempts repeated elsewhere", ["reason"], registry=r
+        )
+        self.route_fallback = Counter(
+            "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
+            registry=r,
+        )  # fmt: skip
+        r.register(_CoreCollector(core, queue_requests))
+
+
+class _CoreCollector(Collector):
+    """Reads the core at the time of the scrape, so that nothing is counted twice."""
+
+    def __init__(self, core: RouterCore, queue_requests: Callable[[], int]) -> None:
+        self._core = core
+        self._queue_requests = queue_requests
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._instance_metrics()
+        yield from self._index_metrics()
+        queue = GaugeMetricFamily("moongate_queue_requests", "Requests whose prompt is being read")
+        queue.add_metric([], self._queue_requests())
+        yield queue
+
+    def _instance_metrics(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("moongate_instance_up", "1 if healthy", labels=["instance"])
+        inflight = GaugeMetricFamily(
+            "moongate_inflight_requests", "Requests forwarded and unfinished", labels=["instance"]
+        )
+        trust = GaugeMetricFamily(
+            "moongate_index_trust", "2 exact, 1 degraded, 0 approximate", labels=["instance"]
+        )
+        for instance in self._core.fleet:
+            name, holders = [instance.spec.id], instance.holders
+            up.add_metric(name, float(instance.is_healthy and instance.facts is not None))
+            loads = (self._core.loads.get(holder).active_requests for holder in holders)
+            inflight.add_metric(name, sum(loads))
+            trust.add_metric(name, min(self._core.sources.trust(holder) for holder in holders))
+        yield from (up, inflight, trust)
+
+    def _index_metrics(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "moongate_index_blocks", "Blocks held, as announced", labels=["instance", "tier"]
+        )
+        for instance in self._core.fleet:
+            known = set(self._core.index.holders)
+            for tier in Tier:
+                held = sum(self._core.index.count(h, tier) for h in instance.holders if h in known)
+                blocks.add_metric([instance.spec.id, tier.value], held)
+        yield blocks
+        events = CounterMetricFamily(
+            "moongate_index_events", "Blocks in KV events, by what became of them",
+            labels=["instance", "kind"],
+        )  # fmt: skip
+        gaps = CounterMetricFamily(
+            "moongate_index_gaps", "Event batches found missing", labels=["instance"]
+        )
+        for instance in self._core.fleet:
+            states = self._core.sources.of(instance.spec.id)
+            counts = [state.ledger.counts for state in states]
+            for kind, count in (
+                ("stored", sum(c.stored_blocks for c in counts)),
+                ("removed", sum(c.removed_blocks for c in counts)),
+                ("orphan", sum(c.orphan_blocks for c in counts)),
+                ("ignored", sum(c.ignored_blocks for c in counts)),
+                ("malformed", sum(c.malformed_events for c in counts)),
+            ):
+                events.add_metric([instance.spec.id, kind], count)
+            gaps.add_metric([instance.spec.id], sum(s.feed.counts.gap_batches for s in states))
+        yield from (events, gaps)

@@ -1,0 +1,170 @@
+"""Watching the instances: health checks, descriptions, and the event sources that follow from them.
+
+One task an instance. It checks health at the configured interval and at once when the core asks; an
+instance that comes up is described before it is reported healthy, so that it never gets work that
+it can't do. Descriptions are renewed from time to time, since adapters come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq.asyncio
+
+from moongate.engine_plugins.vllm_facts import FactsError, Publisher
+from moongate.gateway.discovery import Description, describe
+from moongate.gateway.driver import Driver
+from moongate.gateway.engine_api import EngineCallFailed
+from moongate.gateway.links import Link, Links
+from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.settings import HealthSettings
+from moongate.gateway.subscriber import Subscriber
+from moongate.router import (
+    InstanceAdded,
+    InstanceDescribed,
+    InstanceId,
+    InstanceProbed,
+    InstanceSpec,
+    RequestReplay,
+    SourceId,
+)
+
+logger = logging.getLogger(__name__)
+
+DESCRIBE_AGAIN_S = 30.0
+"""How soon a LoRA adapter that was loaded at run time can be routed to."""
+
+
+class Monitor:
+    """Watches all instances. `start` it inside the event loop."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        links: Links,
+        health: HealthSettings,
+        prompts: PromptPipeline,
+        clock: Callable[[], float],
+        *,
+        opens_sources: bool,
+    ) -> None:
+        self._driver = driver
+        self._links = links
+        self._health = health
+        self._prompts = prompts
+        self._clock = clock
+        self._opens_sources = opens_sources
+        self._context = zmq.asyncio.Context()
+        self._watches: dict[InstanceId, _Watch] = {}
+        self.subscribers: dict[SourceId, Subscriber] = {}
+
+    def start(self) -> None:
+        self._driver.on_replay = self._start_replay
+        self._driver.on_probe = self._probe_now
+        for link in self._links:
+            watch = _Watch(link)
+            self._watches[link.id] = watch
+            self._driver.handle(InstanceAdded(InstanceSpec(link.id, weight=link.settings.weight)))
+            watch.task = asyncio.create_task(self._watch(watch))
+
+    async def close(self) -> None:
+        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for subscriber in list(self.subscribers.values()):
+            await subscriber.close()
+        self.subscribers.clear()
+        self._context.term()
+
+    def _probe_now(self, instance_id: InstanceId) -> None:
+        watch = self._watches.get(instance_id)
+        if watch is not None:
+            watch.wake.set()
+
+    def _start_replay(self, command: RequestReplay) -> None:
+        subscriber = self.subscribers.get(command.source)
+        if subscriber is not None:
+            subscriber.start_replay(command)
+
+    # --- one instance -----------------------------------------------------------------------------
+
+    async def _watch(self, watch: _Watch) -> None:
+        while True:
+            watch.wake.clear()
+            await self._check(watch)
+            try:
+                await asyncio.wait_for(watch.wake.wait(), self._health.interval_s)
+            except TimeoutError:
+                continue
+
+    async def _check(self, watch: _Watch) -> None:
+        """Check an instance once and report what was found."""
+        link = watch.link
+        try:
+            await link.api.check_health()
+            if self._is_due(watch):
+                await self._describe(watch)
+        except (EngineCallFailed, FactsError) as error:
+            is_gone = isinstance(error, EngineCallFailed) and error.is_gone
+            if watch.is_well is not False:
+                logger.warning("instance %s is not well: %s", link.id, error)
+            watch.is_well = False
+            watch.described_at = None  # whatever comes back may be something else
+            self._driver.handle(InstanceProbed(link.id, is_healthy=False, is_gone=is_gone))
+            return
+        if watch.is_well is not True:
+            logger.info("instance %s is well", link.id)
+        watch.is_well = True
+        self._driver.handle(InstanceProbed(link.id, is_healthy=True))
+
+    def _is_due(self, watch: _Watch) -> bool:
+        described_at = watch.described_at
+        return described_at is None or self._clock() - described_at >= DESCRIBE_AGAIN_S
+
+    async def _describe(self, watch: _Watch) -> None:
+        description = await describe(watch.link)
+        await self._learn_models(watch, description)
+        watch.described_at = self._clock()
+        self._driver.handle(InstanceDescribed(watch.link.id, description.facts))
+        if self._opens_sources:
+            await self._open_sources(watch.link, description.publishers)
+
+    async def _learn_models(self, watch: _Watch, description: Description) -> None:
+        roots = {card.root for card in description.facts.models if not card.is_adapter}
+        for card in description.facts.models:
+            if card.name in watch.tokenized_as and watch.described_at is not None:
+                continue
+            # An adapter's root is its own directory; its prompts are made with the base model's.
+            root = next(iter(roots), None) if card.is_adapter else card.root
+            way = await self._prompts.learn(card.name, root, watch.link.api)
+            if watch.tokenized_as.get(card.name) != way:
+                logger.info("instance %s, model %s: tokenised %s", watch.link.id, card.name, way)
+            watch.tokenized_as[card.name] = way
+
+    async def _open_sources(self, link: Link, publishers: tuple[Publisher, ...]) -> None:
+        """Subscribe to these publishers, and to no others of this instance."""
+        wanted = {SourceId(link.id, p.rank): p for p in publishers}
+        for source, subscriber in list(self.subscribers.items()):
+            is_ours = source.instance_id == link.id
+            if is_ours and wanted.get(source) != subscriber.publisher:
+                await self.subscribers.pop(source).close()
+        for source, publisher in wanted.items():
+            if source not in self.subscribers:
+                subscriber = Subscriber(self._context, source, publisher, self._driver.handle)
+                self.subscribers[source] = subscriber
+                subscriber.open()
+
+
+class _Watch:
+    """What the monitor remembers of an instance."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.wake = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.is_well: bool | None = None
+        self.described_at: float | None = None
+        self.tokenized_as: dict[str, str] = {}

@@ -1,0 +1,352 @@
+"""From a body to what routing knows of its prompt: rendered and tokenised once, off the event loop.
+
+Each model is tokenised in one of three ways. *Local*: with the model directory's own tokenizer and
+chat template, once the parity probe has shown for an instance that this gives the very ids that the
+engine gets. *Remote*: the engine's `/tokenize`. *None*: by text. A prompt that can't be had exactly
+within the budget is known by its text in chunks: that still leads a session back to where it was
+forwarded, and is marked as inexact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from moongate.engine_plugins.vllm_render import (
+    ModelDirectoryError,
+    ModelRenderer,
+    PromptRefused,
+    PromptUnsupported,
+)
+from moongate.gateway.body import Body
+from moongate.gateway.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.routes import PromptKind, Route
+from moongate.router import BlockSpace, Prompt
+from moongate.router.blocks import hash_prompt, hash_text, pack_tokens
+from moongate.router.model import BYTES_PER_TOKEN, TEXT_SPACE
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RELOAD_AFTER_S = 60.0
+"""A model directory that could not be loaded is not tried again before."""
+
+REMOTE_FIELDS = (
+    "messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens",
+)  # fmt: skip
+REMOTE_UNKNOWN_FIELDS = ("reasoning_effort", "documents", "chat_template", "truncate_prompt_tokens")
+"""Fields that change the prompt and that `/tokenize` does not take (vLLM 0.32)."""
+
+PROBE_BODIES: tuple[Mapping[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "Grüße, 世界 🙂\n"}]},
+    {
+        "messages": [
+            {"role": "system", "content": "You are  helpful.\n"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "call_1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": '{"x": 1, "y": "<é>"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+            {"role": "user", "content": "and?"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "description": "d",
+                    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+                },
+            }
+        ],
+    },
+    {"prompt": " def f():\n\treturn 'x' # 🙂"},
+)
+"""The parity probe: where local and engine ids differ, they differ on something of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """What is known of a prompt. `fallback`: the fixed word for why it isn't known exactly."""
+
+    prompt: Prompt | None
+    fallback: str | None = None
+
+
+@dataclass(slots=True)
+class _Model:
+    """How a model's prompts are tokenised. Without a renderer: remotely."""
+
+    renderer: ModelRenderer | None = None
+    has_remote: bool = False
+
+
+class PromptPipeline:
+    """Reads prompts. `spaces(model)` and `remote(model)` ask the router and the fleet."""
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        path: str | None,
+        budget_s: float,
+        waiting_max: int,
+        spaces: Callable[[str], Iterable[BlockSpace]],
+        remote: Callable[[str], EngineApi | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._mode = mode
+        self._path = path
+        self._budget_s = budget_s
+        self._waiting_max = waiting_max
+        self._spaces = spaces
+        self._remote = remote
+        self._clock = clock
+        self._models: dict[str, _Model] = {}
+        self._renderers: dict[Path, ModelRenderer] = {}
+        self._failed_at: dict[Path, float] = {}
+        # The tokenizers library leaves the interpreter lock, so threads do run side by side.
+        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tokenize")
+        self.waiting = 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- which way --------------------------------------------------------------------------------
+
+    async def learn(self, model: str, root: str | None, api: EngineApi) -> str:
+        """Find out how an instance's model is tokenised: `local`, `remote` or `none`.
+
+        Called for each instance that serves it. One that contradicts the local tokenizer ends local
+        tokenising for the model: better asked than wrong.
+        """
+        if self._mode == "off":
+            return "none"
+        renderer = None if self._mode == "remote" else await self._load(self._path or root)
+        known = self._models.get(model, _Model())
+        has_remote = known.has_remote
+        if renderer is not None or self._mode in ("auto", "remote"):
+            agrees, answers = await self._probe(model, renderer, api)
+            has_remote = (has_remote or answers) and self._mode in ("auto", "remote")
+            if renderer is not None and not agrees:
+                logger.warning(
+                    "model %s: the tokenizer in %s gives other ids than the engine",
+                    model,
+                    self._path or root,
+                )
+                renderer = None
+        self._models[model] = _Model(renderer, has_remote)
+        return "local" if renderer is not None else "remote" if has_remote else "none"
+
+    async def _load(self, directory: str | None) -> ModelRenderer | None:
+        if directory is None:
+            return None
+        path = Path(directory)
+        failed_at = self._failed_at.get(path)
+        if failed_at is not None and self._clock() - failed_at < RELOAD_AFTER_S:
+            return None
+        if path not in self._renderers:
+            try:
+                self._renderers[path] = await self._in_thread(ModelRenderer.load, path)
+            except ModelDirectoryError as error:
+                self._failed_at[path] = self._clock()
+                logger.warning("no local tokenizer: %s", error)
+                return None
+        return self._renderers[path]
+
+    async def _probe(
+        self, model: str, renderer: ModelRenderer | None, api: EngineApi
+    ) -> tuple[bool, bool]:
+        """Return whether local and engine ids agree, and whether the engine tokenises at all."""
+        compared = answered = 0
+        for body in PROBE_BODIES:
+            try:
+                theirs = await api.tokenize({"model": model, **body})
+            except EngineCallFailed as error:
+                if error.status is not None and error.status < 500 and error.status != 404:
+                    continue  # refused: a template without tools, say; the engine refuses it always
+                return False, answered > 0
+            answered += 1
+            if renderer is None:
+                continue
+            try:
+                ours = await self._in_thread(_token_ids, renderer, body)
+            except (PromptRefused, PromptUnsupported):
+                return False, True
+            if ours != theirs:
+                return False, True
+            compared += 1
+        return compared > 0, answered > 0
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    async def read(self, route: Route, body: Body) -> ReadPrompt:
+        """Return what is known of the body's prompt within the budget.
+
+        Raises: GatewayError (503) when too many wait already.
+        """
+        if route.kind is PromptKind.NONE or _skips_cache(body.fields):
+            return ReadPrompt(None)
+        if body.is_lenient:
+            return ReadPrompt(None, "lenient_body")
+        if self.waiting >= self._waiting_max:
+            raise GatewayError(
+                503, "too many requests wait to be read", "queue_full", headers={"retry-after": "1"}
+            )
+        self.waiting += 1
+        try:
+            return await self._read(route, body)
+        finally:
+            self.waiting -= 1
+
+    async def _read(self, route: Route, body: Body) -> ReadPrompt:
+        assert body.model is not None
+        if self._mode == "off":
+            return ReadPrompt(_text_prompt(route, body))
+        task = asyncio.ensure_future(self._read_exactly(route, body, body.model))
+        try:
+            # Shielded: what was begun is finished, and its threads are not left half-way.
+            return ReadPrompt(await asyncio.wait_for(asyncio.shield(task), self._budget_s))
+        except TimeoutError:
+            task.add_done_callback(_ignore_result)
+            reason = "budget"
+        except PromptUnsupported as error:
+            reason = error.reason
+        except PromptRefused:
+            reason = "refused"  # the engine will say so better than we can
+        except EngineCallFailed:
+            reason = "tokenize_call"
+        return ReadPrompt(_text_prompt(route, body), reason)
+
+    async def _read_exactly(self, route: Route, body: Body, model: str) -> Prompt:
+        spaces = [space for space in self._spaces(model) if space != TEXT_SPACE]
+        fields = _prompt_fields(route, body.fields)
+        salt = body.fields.get("cache_salt")
+        salt = salt if isinstance(salt, str) else None
+        known = self._models.get(model)
+        if known is None or (known.renderer is None and not known.has_remote):
+            raise PromptUnsupported("no_tokenizer")
+        if known.renderer is not None:
+            return await self._in_thread(_read_locally, known.renderer, fields, spaces, salt)
+        ids = await self._ask_engine(model, fields)
+        return await self._in_thread(_make_prompt, ids, spaces, salt)
+
+    async def _ask_engine(self, model: str, fields: Mapping[str, Any]) -> Sequence[int]:
+        prompt = fields.get("prompt")
+        if isinstance(prompt, list):
+            return _ids_of(prompt)
+        if any(fields.get(name) is not None for name in REMOTE_UNKNOWN_FIELDS):
+            raise PromptUnsupported("remote_fields")
+        api = self._remote(model)
+        if api is None:
+            raise PromptUnsupported("no_tokenizer")
+        body = {name: fields[name] for name in REMOTE_FIELDS if name in fields}
+        return await api.tokenize({"model": model, **body}, timeout_s=self._budget_s)
+
+
+# --- steps, run in threads ------------------------------------------------------------------------
+
+
+def _read_locally(
+    renderer: ModelRenderer,
+    fields: Mapping[str, Any],
+    spaces: Sequence[BlockSpace],
+    salt: str | None,
+) -> Prompt:
+    return _make_prompt(_token_ids(renderer, fields), spaces, salt)
+
+
+def _token_ids(renderer: ModelRenderer, fields: Mapping[str, Any]) -> list[int]:
+    if "messages" in fields:
+        return renderer.chat_token_ids(fields)
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str):
+        return _ids_of(prompt)
+    if fields.get("truncate_prompt_tokens") is not None:
+        raise PromptUnsupported("truncation")
+    special = fields.get("add_special_tokens", True) is True
+    return renderer.completion_token_ids(prompt, add_special_tokens=special)
+
+
+def _make_prompt(ids: Sequence[int], spaces: Sequence[BlockSpace], salt: str | None) -> Prompt:
+    try:
+        tokens = pack_tokens(ids)
+    except (OverflowError, TypeError) as error:
+        raise PromptRefused("token ids must be integers that a vocabulary can have") from error
+    return Prompt(len(ids), {space: hash_prompt(space, tokens, salt) for space in spaces})
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def _prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with one prompt. A completion of several is routed by its first."""
+    if route.kind is PromptKind.CHAT:
+        return fields
+    prompt = fields.get("prompt")
+    if fields.get("suffix") is not None or prompt is None:
+        raise PromptUnsupported("prompt_form")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list) or not prompt:
+        raise PromptUnsupported("prompt_form")
+    return {**fields, "prompt": prompt}
+
+
+def _ids_of(prompt: Sequence[Any]) -> list[int]:
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        raise PromptRefused("prompt: expected token ids")
+    return list(prompt)
+
+
+def _skips_cache(fields: Mapping[str, Any]) -> bool:
+    """Tell whether the engine will compute the whole prompt, whatever it has cached.
+
+    Source: vLLM 0.32 `KVCacheManager.prefix_cache_lookup_enabled`; logits of the prompt are wanted.
+    """
+    echoes_logprobs = bool(fields.get("echo")) and fields.get("logprobs") is not None
+    return fields.get("prompt_logprobs") is not None or echoes_logprobs
+
+
+def _text_prompt(route: Route, body: Body) -> Prompt | None:
+    """Return the prompt by its text: what comes first in the engine's prompt comes first here."""
+    fields = body.fields
+    if route.kind is PromptKind.CHAT:
+        parts = (fields.get("tools"), fields.get("chat_template_kwargs"), fields.get("messages"))
+        text = b"".join(orjson.dumps(part) for part in parts if part is not None)
+    else:
+        text = orjson.dumps(fields.get("prompt"))
+    salt = fields.get("cache_salt")
+    isolation = (body.model, salt if isinstance(salt, str) else None)
+    chain = hash_text(text, isolation)
+    return Prompt(len(text) // BYTES_PER_TOKEN, {TEXT_SPACE: chain}, is_exact=False)
+
+
+def _ignore_result(task: asyncio.Task[Prompt]) -> None:
+    if not task.cancelled():
+        task.exception()

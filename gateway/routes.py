@@ -1,0 +1,43 @@
+"""The routes that clients call: which there are, and what each means for routing.
+
+Paths match exactly, so that no spelling reaches an engine that isn't in this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class PromptKind(Enum):
+    """Where a body has its prompt, as far as routing reads it."""
+
+    CHAT = "messages"
+    COMPLETION = "prompt"
+    NONE = "none"  # by session key and load
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One proxied route. `template` is its name in metrics, never a client's own text."""
+
+    template: str
+    kind: PromptKind = PromptKind.NONE
+    needs_model: bool = True  # the engine itself lets some bodies leave the model out
+
+
+PROXIED: dict[str, Route] = {
+    route.template: route
+    for route in (
+        Route("/v1/chat/completions", PromptKind.CHAT),
+        Route("/v1/completions", PromptKind.COMPLETION),
+        Route("/v1/embeddings"),
+        Route("/v1/rerank"),
+        Route("/v1/score"),
+        Route("/v1/responses"),
+        Route("/v1/messages"),
+        Route("/v1/messages/count_tokens"),
+        Route("/tokenize", needs_model=False),
+        Route("/detokenize", needs_model=False),
+    )
+}

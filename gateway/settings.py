@@ -1,0 +1,431 @@
+"""The configuration file: its shape, its limits, and errors that name file, line and key.
+
+One YAML file, checked as a whole: unknown keys are errors, and nothing takes effect unless all of it
+is right. `${NAME}` and `${NAME:-default}` in strings are replaced from the environment. Sections
+that later versions will know are refused by name rather than ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.router.policy import PolicyError, make_policy
+
+HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
+"""RFC 9110 token."""
+
+
+class SettingsError(ValueError):
+    """The configuration can't be used. `problems` has a line of text for each thing wrong."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+# --- the shape ------------------------------------------------------------------------------------
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _check_header_name(name: str) -> str:
+    if not HEADER_NAME.match(name):
+        raise ValueError("expected the name of an HTTP header, such as x-agent-session")
+    return name.lower()
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected http://host:port")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+        raise ValueError("expected http://host:port without path, query or user")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _check_endpoint(endpoint: str) -> str:
+    try:
+        return connectable(endpoint, "http://127.0.0.1")
+    except FactsError as error:
+        raise ValueError(str(error)) from error
+
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+HeaderName = Annotated[str, AfterValidator(_check_header_name)]
+Url = Annotated[str, AfterValidator(_check_url)]
+Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+class ListenSettings(_Section):
+    """Where the gateway listens."""
+
+    host: str = "127.0.0.1"  # reachable from this machine only, until the operator says otherwise
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000  # 0: any free port
+
+
+class LimitsSettings(_Section):
+    """What bounds one gateway process."""
+
+    body_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864  # 64 MiB: several large images
+    headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # all headers of a request together
+    queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # requests whose prompt is being read
+    upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
+    connect_timeout_s: Seconds = 5.0  # for a connection to an engine
+    index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000  # about 250 bytes each
+    allow_kv_transfer_params: bool = False  # let clients speak to the engine's KV connector
+
+
+class PolicySettings(_Section):
+    """How requests are routed; see `router/policy.py`."""
+
+    name: str = "kv_cost"
+    options: dict[str, Any] = Field(default_factory=dict)
+    allow_override: bool = False  # let a request name another policy (x-moongate-policy)
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicySettings:
+        try:
+            make_policy(self.name, self.options)
+        except PolicyError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+class TokenizerSettings(_Section):
+    """How prompts become token ids."""
+
+    mode: Literal["auto", "local", "remote", "off"] = "auto"
+    path: str | None = None  # a model directory; None: where the engine says it loaded the model
+    budget_ms: Annotated[float, Field(gt=0, le=60_000)] = 200.0  # then routed by what is known
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizerSettings:
+        if self.path is not None and not (Path(self.path) / "tokenizer.json").is_file():
+            raise ValueError(f"path: {self.path} has no tokenizer.json")
+        return self
+
+
+class InstanceSettings(_Section):
+    """One engine API server."""
+
+    id: Name
+    url: Url
+    role: Literal["both"] = "both"
+    kv_events: Endpoint | None = None  # None: as the engine says (/kv_event_sources)
+    kv_replay: Endpoint | None = None
+    ranks: Annotated[int, Field(ge=1, le=1024)] | list[Annotated[int, Field(ge=0)]] | None = None
+    block_size: Annotated[int, Field(ge=1)] | None = None  # tokens; None: as the engine says
+    models: list[str] | None = None  # None: as the engine says (/v1/models)
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
+    api_key_env: str | None = None  # variable with the engine's own key
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...] | None:
+        """Return the global ranks that the operator named, None if that is left to the engine."""
+        if isinstance(self.ranks, int):
+            return tuple(range(self.ranks))
+        return tuple(self.ranks) if self.ranks is not None else None
+
+    @model_validator(mode="after")
+    def _check(self) -> InstanceSettings:
+        if self.kv_replay is not None and self.kv_events is None:
+            raise ValueError("kv_replay without kv_events")
+        if self.api_key_env is not None and self.api_key_env not in os.environ:
+            raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
+        if isinstance(self.ranks, list) and len(set(self.ranks)) != len(self.ranks):
+            raise ValueError("ranks: a rank is named twice")
+        return self
+
+
+class AuthSettings(_Section):
+    """Keys. Without `forward_client_key` a client's key never reaches an engine."""
+
+    forward_client_key: bool = False
+
+
+class SessionSettings(_Section):
+    """Where session keys are read, beside the names that agents use by themselves."""
+
+    header: HeaderName | None = None
+
+
+class HealthSettings(_Section):
+    """How instances are checked."""
+
+    interval_s: Seconds = 2.0
+    timeout_s: Seconds = 1.0
+    down_after: Annotated[int, Field(ge=1)] = 2  # failed checks in a row
+    up_after: Annotated[int, Field(ge=1)] = 1
+
+
+class DrainSettings(_Section):
+    """How the gateway stops."""
+
+    limit_s: Seconds = 300.0  # running answers may take this long after SIGTERM
+
+
+class ObservabilitySettings(_Section):
+    """What is told about requests."""
+
+    receipt_headers: bool = True
+
+
+class Settings(_Section):
+    """All of the configuration file."""
+
+    listen: ListenSettings = ListenSettings()
+    limits: LimitsSettings = LimitsSettings()
+    policy: PolicySettings = PolicySettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    auth: AuthSettings = AuthSettings()
+    session: SessionSettings = SessionSettings()
+    health: HealthSettings = HealthSettings()
+    drain: DrainSettings = DrainSettings()
+    observability: ObservabilitySettings = ObservabilitySettings()
+    instances: Annotated[list[InstanceSettings], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        for what in ("id", "url"):
+            values = [getattr(instance, what) for instance in self.instances]
+            twice = next((value for value in values if values.count(value) > 1), None)
+            if twice is not None:
+                raise ValueError(f"instances: the {what} {twice} is used twice")
+        return self
+
+
+LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
+    ("pool", "kind"): ("none",),
+    ("state", "kind"): ("memory",),
+    ("discovery", "kind"): ("static",),
+    ("observability", "otlp_endpoint"): (None,),
+    ("observability", "stream_usage"): ("asked",),
+    ("observability", "keep_text"): (False,),
+    ("tokenizer", "forward_ids"): ("off", "auto"),
+    ("auth", "admin_key_env"): (None,),
+}
+"""Keys of the contract that have one meaning only in this version: accepted with these values, which
+say what happens anyway, and refused with any other."""
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+Path_ = tuple[str | int, ...]
+
+
+def load_settings(file: Path, environment: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings of a configuration file.
+
+    Raises: SettingsError, with one line for each problem: file, line, key, reason.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError([f"{file}: can't be read: {error}"]) from error
+    return parse_settings(text, str(file), environment)
+
+
+def parse_settings(text: str, file: str, environment: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings in a YAML text; `file` is the name that errors give it.
+
+    Raises: SettingsError.
+    """
+    document = _Document.parse(text, file, environment)
+    document.take_later_keys()
+    try:
+        return Settings.model_validate(document.value)
+    except ValidationError as error:
+        raise SettingsError([document.describe(detail) for detail in error.errors()]) from error
+
+
+class _Document:
+    """A YAML document with the line of each key."""
+
+    def __init__(self, file: str, value: dict[str, Any], lines: dict[Path_, int]) -> None:
+        self.file = file
+        self.value = value
+        self._lines = lines
+
+    @classmethod
+    def parse(cls, text: str, file: str, environment: Mapping[str, str]) -> _Document:
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark is not None else 1
+            hint = " (YAML wants spaces, not tabs)" if "\\t" in str(error.problem) else ""
+            raise SettingsError([f"{file}:{line}: not YAML: {error.problem}{hint}"]) from error
+        except yaml.YAMLError as error:
+            raise SettingsError([f"{file}: not YAML: {error}"]) from error
+        if not isinstance(root, yaml.MappingNode):
+            raise SettingsError([f"{file}:1: expected keys and values, such as instances: [...]"])
+        reader = _NodeReader(file, environment)
+        value = reader.read(root, ())
+        if reader.problems:
+            raise SettingsError(reader.problems)
+        return cls(file, value, reader.lines)
+
+    def take_later_keys(self) -> None:
+        """Remove keys that this version need not know, if their value asks for nothing new."""
+        problems: list[str] = []
+        for path, allowed in LATER.items():
+            section = self.value.get(path[0])
+            if not isinstance(section, dict) or path[1] not in section:
+                continue
+            value = section.pop(path[1])
+            if value not in allowed:
+                said = " or ".join(_yaml(choice) for choice in allowed)
+                problems.append(self._line(path, f"this version supports {said} only: {value!r}"))
+            if not section and path[0] not in Settings.model_fields:
+                del self.value[path[0]]
+        if problems:
+            raise SettingsError(problems)
+
+    def describe(self, detail: ErrorDetails) -> str:
+        """Return one line: file, line, key, what is wrong, what would be right."""
+        # Pydantic names the branch of a union in the path, which is no key of the file.
+        path = tuple(p for p in detail["loc"] if self._is_key(p, detail["loc"]))
+        if detail["type"] == "extra_forbidden":
+            return self._line(path, f"unknown key{_nearest(str(path[-1]), _fields_at(path[:-1]))}")
+        if detail["type"] == "missing":
+            return self._line(path, "missing; it must be given")
+        message = detail["msg"].removeprefix("Value error, ")
+        given = detail["input"]
+        if isinstance(given, str | int | float | bool):
+            message += f"; got {given!r}"
+            choices = _choices(detail)
+            if choices:
+                message += _nearest(str(given), choices, known=False)
+        return self._line(path, message)
+
+    def _is_key(self, part: str | int, loc: tuple[str | int, ...]) -> bool:
+        return (
+            part == loc[-1]
+            or part == loc[0]
+            or isinstance(part, int)
+            or (any(part in path for path in self._lines))
+        )
+
+    def _line(self, path: Path_, message: str) -> str:
+        line = next(
+            (
+                self._lines[path[:end]]
+                for end in range(len(path), 0, -1)
+                if path[:end] in self._lines
+            ),
+            1,
+        )
+        key = ".".join(f"{part}" for part in path).replace(".[", "[")
+        return f"{self.file}:{line}: {key}: {message}" if key else f"{self.file}:{line}: {message}"
+
+
+class _NodeReader:
+    """Builds plain values from YAML nodes: lines noted, duplicates refused, variables expanded."""
+
+    def __init__(self, file: str, environment: Mapping[str, str]) -> None:
+        self._file = file
+        self._environment = environment
+        self._scalars = yaml.SafeLoader("")
+        self.lines: dict[Path_, int] = {}
+        self.problems: list[str] = []
+
+    def read(self, node: yaml.Node, path: Path_) -> Any:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self._read_mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode), node
+        value = self._scalars.construct_object(node)
+        return self._expand(value, node, path) if isinstance(value, str) else value
+
+    def _read_mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
+            if key in result:
+                where = ".".join(str(part) for part in (*path, key))
+                self.problems.append(f"{self._file}:{line}: {where}: given twice")
+            self.lines[(*path, key)] = line
+            result[key] = self.read(value_node, (*path, key))
+        return result
+
+    def _expand(self, text: str, node: yaml.ScalarNode, path: Path_) -> Any:
+        def replace(match: re.Match[str]) -> str:
+            name, default = match["name"], match["default"]
+            value = self._environment.get(name)
+            if value:
+                return value
+            if default is None and value is None:
+                where = ".".join(str(part) for part in path)
+                line = node.start_mark.line + 1
+                self.problems.append(
+                    f"{self._file}:{line}: {where}: the variable {name} is not set "
+                    f"(give a default with ${{{name}:-value}})"
+                )
+            return default or ""
+
+        expanded = _VARIABLE.sub(replace, text)
+        if expanded == text:
+            return text
+        # The value keeps the type that it would have had if it stood in the file itself.
+        resolved = yaml.safe_load(expanded) if node.style is None else expanded
+        return resolved if isinstance(resolved, str | int | float | bool) else expanded
+
+
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+
+
+def _yaml(value: object) -> str:
+    return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _fields_at(path: Path_) -> list[str]:
+    """Return the keys that are known at a place of the file."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = [annotation, *get_args(annotation)]
+        nested = [a for a in inner if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not nested:
+            return []
+        model = nested[0]
+    later = [key for section, key in LATER if path and section == path[0]]
+    return [*model.model_fields, *later]
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    expected = detail.get("ctx", {}).get("expected")
+    return re.findall(r"'([^']+)'", expected) if isinstance(expected, str) else []
+
+
+def _nearest(word: str, known_words: Iterable[str], *, known: bool = True) -> str:
+    words = sorted(known_words)
+    near = difflib.get_close_matches(word, words, n=1)
+    text = f" (did you mean {near[0]}?)" if near else ""
+    return f"{text}; known here: {', '.join(words)}" if known and words else text

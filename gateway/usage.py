@@ -1,0 +1,33 @@
+"""The cached tokens that an engine reports in its answer, read in passing.
+
+A hit is measured, an overlap predicted; comparing them needs this one number. It stands in the
+`usage` near the end of an answer or of a stream, so the last bytes are kept and searched once. An
+answer that is compressed, or has no usage, tells nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+TAIL_BYTES = 4096
+"""`usage` comes last, but for a stream's end mark and an answer's few trailing fields."""
+
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+
+
+class UsageReader:
+    """Give it the body as it passes; ask it at the end."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def feed(self, chunk: bytes) -> None:
+        if len(chunk) >= TAIL_BYTES:
+            self._tail = chunk[-TAIL_BYTES:]
+        else:
+            self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+
+    def cached_tokens(self) -> int | None:
+        """Return the hit that the engine reported, None if it didn't."""
+        found = _CACHED.findall(self._tail)
+        return int(found[-1]) if found else None
