@@ -58,7 +58,7 @@ class Gateway:
         settings, driver = self.settings, self.driver
         self._links = Links(settings)
         self._prompts = PromptPipeline(
-            mode=settings.tokenizer.mode if self.core.policy.reads_prompts else "off",
+            mode=settings.tokenizer.mode,
             path=settings.tokenizer.path,
             budget_s=settings.tokenizer.budget_ms / 1000,
             waiting_max=settings.limits.queue_requests_max,

@@ -58,9 +58,12 @@ def request_headers(
 
 
 def response_headers(raw: RawHeaders, ours: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return the headers that a client gets: the engine's, and ours in place of equal names."""
+    """Return the headers that a client gets: the engine's, and ours in place of equal names.
+
+    The date is left to the server that sends the answer, which adds its own.
+    """
     own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in ours.items()]
-    dropped = HOP_BY_HOP | _named_by_connection(raw) | {name for name, _ in own}
+    dropped = HOP_BY_HOP | {b"date"} | _named_by_connection(raw) | {name for name, _ in own}
     kept = [(name.lower(), value) for name, value in raw if name.lower() not in dropped]
     return kept + own
 

@@ -27,7 +27,7 @@ from moongate.gateway.headers import (
 )
 from moongate.gateway.links import Links
 from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
-from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.routes import Route
 from moongate.gateway.settings import Settings
@@ -44,7 +44,6 @@ from moongate.router import (
     FailureKind,
     Forward,
     Outcome,
-    Prompt,
     Reject,
     RejectReason,
     Request,
@@ -189,7 +188,6 @@ class _Exchange:
         self._client_id = given_id or uuid.uuid4().hex
         self._began = path.driver.clock()
         self._model_label = UNKNOWN_MODEL
-        self._prompt: Prompt | None = None
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_first_byte = False
 
@@ -201,10 +199,8 @@ class _Exchange:
             body = parse_body(raw, self._route)
             model = self._find_model(body)
             self._model_label = model
-            read = await self._path.prompts.read(self._route, body)
-            if read.fallback is not None:
-                self._path.metrics.route_fallback.labels(read.fallback).inc()
-            self._prompt = read.prompt
+            policy = self._find_policy()
+            read = await self._read_prompt(body, policy)
             request = Request(
                 id=self._id,
                 model=model,
@@ -214,7 +210,7 @@ class _Exchange:
                     self._headers, body, self._path.settings.session.header
                 ),
                 tie_key=find_user(body),
-                policy=self._find_policy(),
+                policy=policy,
             )
             await self._forward(self._handle_arrival(request), body)
         except GatewayError as error:
@@ -254,6 +250,20 @@ class _Exchange:
                 400, f"x-moongate-policy: unknown policy {name[:64]!r}", "invalid_request"
             )
         return name
+
+    async def _read_prompt(self, body: Body, policy: str | None) -> ReadPrompt:
+        """Return what is known of the prompt, if the policy looks at it at all."""
+        if not self._path.driver.core.get_policy(policy).reads_prompts:
+            return ReadPrompt(None)
+        metrics, clock = self._path.metrics, self._path.driver.clock
+        began = clock()
+        read = await self._path.prompts.read(self._route, body)
+        if read.prompt is not None:
+            mode = "exact" if read.prompt.is_exact else "text"
+            metrics.tokenize_seconds.labels(mode).observe(clock() - began)
+        if read.fallback is not None:
+            metrics.route_fallback.labels(read.fallback).inc()
+        return read
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()

@@ -77,7 +77,8 @@ class Monitor:
         for subscriber in list(self.subscribers.values()):
             await subscriber.close()
         self.subscribers.clear()
-        self._context.term()
+        # Closes what is left, the sockets' monitors among it, and waits for nothing to be sent.
+        self._context.destroy(linger=0)
 
     def _probe_now(self, instance_id: InstanceId) -> None:
         watch = self._watches.get(instance_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import PromptKind, Route
 from moongate.router import BlockSpace, Prompt
 from moongate.router.blocks import hash_prompt, hash_text, pack_tokens
-from moongate.router.model import BYTES_PER_TOKEN, TEXT_SPACE
+from moongate.router.model import BYTES_PER_TOKEN, TEXT_SPACE, BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,21 @@ T = TypeVar("T")
 
 RELOAD_AFTER_S = 60.0
 """A model directory that could not be loaded is not tried again before."""
+
+BYTES_PER_S_PRIOR = 1_000_000.0
+"""SmolLM2's tokenizer on one core (an 89 K-token prompt of 351 KB takes 240 to 460 ms)."""
+
+OBSERVED_BYTES_MIN = 2_000
+"""Shorter prompts say more about fixed overheads than about the speed."""
+
+SPEED_SMOOTHING = 0.2
+
+PATIENCE = 5.0
+"""A prompt that should have been ready is waited for up to so many budgets: the machine is busy."""
+
+TEXT_CHAIN_SHARE = 0.25
+"""From this share of the budget on a prompt is remembered by its text too, since the next turn,
+being longer, may have to be routed by that alone."""
 
 REMOTE_FIELDS = (
     "messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt",
@@ -96,6 +112,25 @@ class ReadPrompt:
 
 
 @dataclass(slots=True)
+class _Effort:
+    """What the tokenizer has to do, and how fast it does it, in processor time.
+
+    A prompt that can't be ready within the budget is known in advance, so nobody waits for it in
+    vain; one that can be is waited for even where the machine is slow to give it the processor.
+    """
+
+    bytes_per_s: float = BYTES_PER_S_PRIOR
+    backlog_bytes: int = 0
+
+    def expected_s(self, size: int, threads: int) -> float:
+        return (self.backlog_bytes + size) / threads / self.bytes_per_s
+
+    def observe(self, size: int, processor_s: float) -> None:
+        if size >= OBSERVED_BYTES_MIN and processor_s > 0:
+            self.bytes_per_s += SPEED_SMOOTHING * (size / processor_s - self.bytes_per_s)
+
+
+@dataclass(slots=True)
 class _Model:
     """How a model's prompts are tokenised. Without a renderer: remotely."""
 
@@ -128,7 +163,9 @@ class PromptPipeline:
         self._renderers: dict[Path, ModelRenderer] = {}
         self._failed_at: dict[Path, float] = {}
         # The tokenizers library leaves the interpreter lock, so threads do run side by side.
-        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tokenize")
+        self._thread_count = os.cpu_count() or 1
+        self._threads = ThreadPoolExecutor(self._thread_count, thread_name_prefix="tokenize")
+        self._effort = _Effort()
         self.waiting = 0
 
     def close(self) -> None:
@@ -228,12 +265,14 @@ class PromptPipeline:
         assert body.model is not None
         if self._mode == "off":
             return ReadPrompt(_text_prompt(route, body))
-        task = asyncio.ensure_future(self._read_exactly(route, body, body.model))
+        known = self._models.get(body.model, _Model())
         try:
-            # Shielded: what was begun is finished, and its threads are not left half-way.
-            return ReadPrompt(await asyncio.wait_for(asyncio.shield(task), self._budget_s))
+            if known.renderer is not None:
+                return ReadPrompt(await self._read_here(route, body, known.renderer))
+            if known.has_remote:
+                return ReadPrompt(await self._read_remotely(route, body))
+            reason = "no_tokenizer"
         except TimeoutError:
-            task.add_done_callback(_ignore_result)
             reason = "budget"
         except PromptUnsupported as error:
             reason = error.reason
@@ -243,18 +282,41 @@ class PromptPipeline:
             reason = "tokenize_call"
         return ReadPrompt(_text_prompt(route, body), reason)
 
-    async def _read_exactly(self, route: Route, body: Body, model: str) -> Prompt:
-        spaces = [space for space in self._spaces(model) if space != TEXT_SPACE]
+    async def _read_here(self, route: Route, body: Body, renderer: ModelRenderer) -> Prompt:
+        """Raises: TimeoutError, RenderError."""
+        effort, size = self._effort, len(body.raw)
+        expected_s = effort.expected_s(size, self._thread_count)
+        if expected_s > self._budget_s:
+            raise TimeoutError
+        is_long = expected_s > self._budget_s * TEXT_CHAIN_SHARE
+        job = _Job(
+            fields=_prompt_fields(route, body.fields),
+            spaces=self._exact_spaces(body),
+            salt=_salt(body),
+            text=_text_chain(route, body) if is_long else None,
+        )
+        effort.backlog_bytes += size
+        task = asyncio.ensure_future(self._in_thread(_read_timed, renderer, job))
+        task.add_done_callback(lambda done: self._note_effort(done, size))
+        # Shielded: what was begun is finished, and its thread is not left half-way.
+        prompt, _ = await asyncio.wait_for(asyncio.shield(task), self._budget_s * PATIENCE)
+        return prompt
+
+    def _note_effort(self, done: asyncio.Future[tuple[Prompt, float]], size: int) -> None:
+        self._effort.backlog_bytes -= size
+        if not done.cancelled() and done.exception() is None:
+            self._effort.observe(size, done.result()[1])
+
+    async def _read_remotely(self, route: Route, body: Body) -> Prompt:
+        """Raises: TimeoutError, RenderError, EngineCallFailed."""
+        assert body.model is not None
         fields = _prompt_fields(route, body.fields)
-        salt = body.fields.get("cache_salt")
-        salt = salt if isinstance(salt, str) else None
-        known = self._models.get(model)
-        if known is None or (known.renderer is None and not known.has_remote):
-            raise PromptUnsupported("no_tokenizer")
-        if known.renderer is not None:
-            return await self._in_thread(_read_locally, known.renderer, fields, spaces, salt)
-        ids = await self._ask_engine(model, fields)
-        return await self._in_thread(_make_prompt, ids, spaces, salt)
+        ids = await asyncio.wait_for(self._ask_engine(body.model, fields), self._budget_s)
+        return await self._in_thread(_make_prompt, ids, self._exact_spaces(body), _salt(body))
+
+    def _exact_spaces(self, body: Body) -> list[BlockSpace]:
+        assert body.model is not None
+        return [space for space in self._spaces(body.model) if space != TEXT_SPACE]
 
     async def _ask_engine(self, model: str, fields: Mapping[str, Any]) -> Sequence[int]:
         prompt = fields.get("prompt")
@@ -272,13 +334,23 @@ class PromptPipeline:
 # --- steps, run in threads ------------------------------------------------------------------------
 
 
-def _read_locally(
-    renderer: ModelRenderer,
-    fields: Mapping[str, Any],
-    spaces: Sequence[BlockSpace],
-    salt: str | None,
-) -> Prompt:
-    return _make_prompt(_token_ids(renderer, fields), spaces, salt)
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt to be tokenised in a thread."""
+
+    fields: Mapping[str, Any]
+    spaces: Sequence[BlockSpace]
+    salt: str | None
+    text: Sequence[BlockHash] | None  # its chain by text, if that is to be remembered too
+
+
+def _read_timed(renderer: ModelRenderer, job: _Job) -> tuple[Prompt, float]:
+    """Return the prompt, and the processor time that it took."""
+    began = time.thread_time()
+    prompt = _make_prompt(_token_ids(renderer, job.fields), job.spaces, job.salt)
+    if job.text is not None:
+        prompt = Prompt(prompt.token_count, {**prompt.chains, TEXT_SPACE: job.text})
+    return prompt, time.thread_time() - began
 
 
 def _token_ids(renderer: ModelRenderer, fields: Mapping[str, Any]) -> list[int]:
@@ -333,20 +405,25 @@ def _skips_cache(fields: Mapping[str, Any]) -> bool:
     return fields.get("prompt_logprobs") is not None or echoes_logprobs
 
 
-def _text_prompt(route: Route, body: Body) -> Prompt | None:
-    """Return the prompt by its text: what comes first in the engine's prompt comes first here."""
-    fields = body.fields
-    if route.kind is PromptKind.CHAT:
-        parts = (fields.get("tools"), fields.get("chat_template_kwargs"), fields.get("messages"))
-        text = b"".join(orjson.dumps(part) for part in parts if part is not None)
-    else:
-        text = orjson.dumps(fields.get("prompt"))
-    salt = fields.get("cache_salt")
-    isolation = (body.model, salt if isinstance(salt, str) else None)
-    chain = hash_text(text, isolation)
+def _salt(body: Body) -> str | None:
+    salt = body.fields.get("cache_salt")
+    return salt if isinstance(salt, str) else None
+
+
+def _text_of(route: Route, body: Body) -> bytes:
+    """Return the prompt's text: what comes first in the engine's prompt comes first here."""
+    if route.kind is PromptKind.COMPLETION:
+        return orjson.dumps(body.fields.get("prompt"))
+    parts = (body.fields.get(name) for name in ("tools", "chat_template_kwargs", "messages"))
+    return b"".join(orjson.dumps(part) for part in parts if part is not None)
+
+
+def _text_chain(route: Route, body: Body) -> Sequence[BlockHash]:
+    return hash_text(_text_of(route, body), (body.model, _salt(body)))
+
+
+def _text_prompt(route: Route, body: Body) -> Prompt:
+    """Return the prompt as its text tells it."""
+    text = _text_of(route, body)
+    chain = hash_text(text, (body.model, _salt(body)))
     return Prompt(len(text) // BYTES_PER_TOKEN, {TEXT_SPACE: chain}, is_exact=False)
-
-
-def _ignore_result(task: asyncio.Task[Prompt]) -> None:
-    if not task.cancelled():
-        task.exception()

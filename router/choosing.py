@@ -14,7 +14,13 @@ from moongate.router.fleet import Fleet, InstanceState
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineage, Lineages
 from moongate.router.load import LoadTable
-from moongate.router.model import BlockHash, BlockSpace, InstanceId, Reason, Request
+from moongate.router.model import (
+    BlockHash,
+    BlockSpace,
+    InstanceId,
+    Reason,
+    Request,
+)
 from moongate.router.policy import Candidate, Policy, RandomBelow, Ranked, Situation
 from moongate.router.sources import Sources
 

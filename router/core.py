@@ -49,6 +49,7 @@ from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineages
 from moongate.router.load import LoadTable
 from moongate.router.model import (
+    TEXT_SPACE,
     BlockHash,
     BlockSpace,
     Holder,
@@ -238,6 +239,10 @@ class RouterCore:
             self.limits.approximate_prediction_s if is_approximate else self.limits.prediction_s
         )
         self.index.predict(holder, chain, now + lifetime_s)
+        prompt = tracked.request.prompt
+        if prompt is not None and prompt.is_exact:
+            text = prompt.chains.get(TEXT_SPACE, ())
+            self.index.predict(holder, text, now + self.limits.approximate_prediction_s)
         tracked.predicted = () if is_approximate else chain
 
     def _request_first_byte(self, request_id: RequestId, now: float) -> list[Command]:
@@ -323,6 +328,10 @@ class RouterCore:
 
     # --- choosing ---------------------------------------------------------------------------------
 
+    def get_policy(self, name: str | None) -> Policy:
+        """Return the policy of this name, for None (or an unknown one) the one in force."""
+        return self._policies.get(name or "", self.policy)
+
     def has_policy(self, name: str) -> bool:
         """Tell whether a request may name this policy."""
         return name in self._policies
@@ -340,7 +349,7 @@ class RouterCore:
         random_below: RandomBelow,
         excluded: Sequence[InstanceId],
     ) -> Choice | None:
-        policy = self._policies.get(request.policy or "", self.policy)
+        policy = self.get_policy(request.policy)
         return self._chooser.choose(policy, request, random_below, now, excluded)
 
     def spaces(self, model: str) -> set[BlockSpace]:

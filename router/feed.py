@@ -22,7 +22,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moongate.router.events import BatchReceived, BlocksCleared, KvEvent
+from moongate.router.events import BatchReceived, KvEvent
 from moongate.router.model import Trust
 
 PENDING_BATCHES_MAX = 20_000
@@ -97,7 +97,8 @@ class Feed:
     _replay_deadline: float = 0.0
     _replay_batches: int = 0  # that came with it so far
     _repeats: int = 0  # how often it was asked for again from the same sequence, in a row
-    _pending: list[BatchReceived] = field(default_factory=list)
+    # What is kept back, each with the replay that was the last one asked for when it came.
+    _pending: list[tuple[int, BatchReceived]] = field(default_factory=list)
     _digests: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
     _is_started: bool = False  # a batch was applied, or a replay said that there is none
     _verify_at: float | None = None
@@ -123,7 +124,7 @@ class Feed:
             return self._replayed(batch, now)
         if self._state is _State.LIVE:
             return self._live(batch, now)
-        self._pending.append(batch)
+        self._keep_back(batch)
         if len(self._pending) > PENDING_BATCHES_MAX:
             return self._end_replay(is_complete=False, now=now)
         return []
@@ -151,6 +152,10 @@ class Feed:
         """Note that events could not be understood or used."""
         self.trust = min(self.trust, Trust.DEGRADED)
 
+    def believe(self) -> None:
+        """Note that the cache is known again: what may have been missed concerned lost blocks."""
+        self.trust = Trust.EXACT
+
     # --- the stream -------------------------------------------------------------------------------
 
     def _live(self, batch: BatchReceived, now: float) -> list[FeedAction]:
@@ -164,7 +169,7 @@ class Feed:
         if not self.has_replay:
             # Also a stream joined in its middle: what was stored before is not known.
             return self._lose_until(batch)
-        self._pending.append(batch)
+        self._keep_back(batch)
         return [self._ask(self.expected, _State.SYNCING, now)]
 
     def _earlier(self, batch: BatchReceived, now: float) -> list[FeedAction]:
@@ -210,11 +215,17 @@ class Feed:
     def _drain(self, is_complete: bool, now: float) -> list[FeedAction]:
         """Apply what was kept back. A hole that the replay could have filled and didn't is lost."""
         actions: list[FeedAction] = []
+        replay_id = self._replay.replay_id
         pending, self._pending = self._pending, []
-        for batch in pending:
+        for came_with, batch in pending:
             is_beyond = batch.sequence > self.expected
             if self._state is not _State.LIVE:
-                self._pending.append(batch)  # an earlier one of these asked for a replay
+                # An earlier one of these asked for a replay.
+                self._pending.append((came_with, batch))
+            elif batch.sequence < self.expected and came_with < replay_id:
+                # Asked after it came, the publisher begins later: it has forgotten this batch.
+                # As news of a restart it would be asked about for ever.
+                continue
             elif (
                 is_beyond
                 and self._replay.from_sequence == self.expected
@@ -224,6 +235,9 @@ class Feed:
             else:
                 actions += self._live(batch, now)
         return actions
+
+    def _keep_back(self, batch: BatchReceived) -> None:
+        self._pending.append((self._replay.replay_id, batch))
 
     def _is_hopeless(self, is_complete: bool) -> bool:
         """Tell whether asking again for the same sequence is of no use.
@@ -237,9 +251,8 @@ class Feed:
     # --- steps ------------------------------------------------------------------------------------
 
     def _apply(self, batch: BatchReceived) -> list[FeedAction]:
-        is_empty_start = batch.sequence == 0
-        if is_empty_start or any(isinstance(event, BlocksCleared) for event in batch.events):
-            self.trust = Trust.EXACT  # what may have been missed concerned blocks that are gone
+        if batch.sequence == 0:
+            self.believe()  # a publisher begins with an empty cache
         self.expected = batch.sequence + 1
         self.counts.batches += 1
         self._is_started = True

@@ -99,6 +99,10 @@ class Ledger:
             self.index.store(holder, tier, block)
         self.holder = holder
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._names
+
     def held(self) -> Iterator[tuple[Tier, BlockHash]]:
         """Iterate over all that the holder has, as the index knows it."""
         return ((tier, copies.block) for (tier, _), copies in self._names.items())

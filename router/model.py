@@ -128,7 +128,8 @@ class Prompt:
     """What is known of a request's prompt: its length, and the hashes of its full blocks.
 
     `chains` holds one chain for each block space found in the fleet for the request's model. An
-    inexact prompt has only the chain in `TEXT_SPACE`, and `token_count` is an estimate.
+    inexact prompt has only the chain in `TEXT_SPACE`, and `token_count` is an estimate. An exact one
+    may have that chain as well: then a later turn that can't be tokenised still finds its way.
     """
 
     token_count: int

@@ -13,7 +13,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, assert_never, runtime_checkable
 
 import xxhash
 
@@ -212,6 +212,8 @@ class KvCost:
                 return self.weights.degraded_weight
             case Trust.APPROXIMATE:
                 return self.weights.approximate_weight
+            case _:
+                assert_never(trust)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,8 @@ class Sources:
                 state.ledger.remove(event)
             case BlocksCleared():
                 state.ledger.clear(Tier.DEVICE)
+                if state.ledger.is_empty:
+                    state.feed.believe()
                 self._index.forget_predictions(state.ledger.holder)
             case BlocksUnreadable():
                 state.ledger.counts.malformed_events += 1

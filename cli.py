@@ -1,0 +1,328 @@
+"""The `moongate` command: parses words, imports a component when its command runs, maps errors to
+exit codes (0 done, 1 failed, 2 used wrongly)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moongate import __version__
+from moongate.engine_plugins.vllm_launch import (
+    EngineLaunch,
+    LaunchCommand,
+    LaunchError,
+    build_command,
+    shell_line,
+)
+
+Command = Callable[[argparse.Namespace], int]
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    options = _make_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each health check
+    command: Command = options.command
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moongate",
+        description="OpenAI-compatible gateway and cache-aware request router for vLLM.",
+    )
+    parser.add_argument("--version", action="version", version=f"moongate {__version__}")
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"),
+        help="what is logged to standard error (default: info)",
+    )  # fmt: skip
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (_add_serve, _add_up, _add_check, _add_explain, _add_sim_engine, _add_engine):
+        add(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for it
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+# --- serve, check ---------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser("serve", help="run the gateway")
+    parser.add_argument(
+        "-c", "--config", type=Path, required=True, help="configuration file (YAML)"
+    )
+    parser.add_argument("--host", help="address to listen on, in place of the file's listen.host")
+    parser.add_argument(
+        "--port", type=_port, help="port to listen on, in place of the file's listen.port; 0: any"
+    )
+    parser.set_defaults(command=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from moongate.gateway import server
+    from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
+
+    try:
+        settings = load_settings(options.config)
+    except SettingsError as error:
+        return _fail(*error.problems)
+    listen = ListenSettings(
+        host=settings.listen.host if options.host is None else options.host,
+        port=settings.listen.port if options.port is None else options.port,
+    )
+    try:
+        server.run(settings.model_copy(update={"listen": listen}))
+    except server.ListenError as error:
+        return _fail(str(error))
+    return EXIT_OK
+
+
+def _add_check(commands: Commands) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser("check", help="validate a configuration file")
+    parser.add_argument(
+        "-c", "--config", type=Path, required=True, help="configuration file (YAML)"
+    )
+    parser.set_defaults(command=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from moongate.gateway.settings import SettingsError, load_settings
+
+    try:
+        settings = load_settings(options.config)
+    except SettingsError as error:
+        return _fail(*error.problems)
+    names = ", ".join(instance.id for instance in settings.instances)
+    print(f"{options.config}: ok; policy {settings.policy.name}, instances {names}")
+    return EXIT_OK
+
+
+# --- up -------------------------------------------------------------------------------------------
+
+
+def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser(
+        "up", help="gateway and engines on this machine, to try it", description="Ctrl-C stops all."
+    )
+    parser.add_argument(
+        "--engines", type=_count, default=3, metavar="N", help="how many engines (default: 3)"
+    )
+    parser.add_argument(
+        "--engine", choices=("sim", "vllm"), default="sim",
+        help="simulated engines, or vLLM from .venv-engine (default: sim)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", help="model directory (vllm), or one with a tokenizer (sim; default: its own)"
+    )
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="the gateway's port (default: 8000)"
+    )
+    parser.add_argument("--policy", default="kv_cost", help="routing policy (default: kv_cost)")
+    parser.set_defaults(command=_up)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from moongate import local_stack
+    from moongate.gateway.server import ListenError
+    from moongate.router.policy import PolicyError, make_policy
+
+    python: str | None = None
+    try:
+        make_policy(options.policy)
+        if options.engine == "vllm":
+            if options.model is None:
+                return _misused("--engine vllm needs --model DIR")
+            python = local_stack.default_engine_python(Path(__file__).parent)
+        return local_stack.run(
+            local_stack.StackOptions(
+                engines=options.engines,
+                engine=options.engine,
+                port=options.port,
+                model=options.model,
+                policy=options.policy,
+                python=python,
+            )
+        )
+    except PolicyError as error:
+        return _misused(str(error))
+    except (ListenError, local_stack.StackError) as error:
+        return _fail(str(error))
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def _add_explain(commands: Commands) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser("explain", help="why a request would go where, without sending it")
+    parser.add_argument(
+        "-f", "--file", type=Path, required=True, help="request body (JSON): chat or completion"
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="gateway (default: http://127.0.0.1:8000)"
+    )
+    parser.set_defaults(command=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import httpx
+
+    try:
+        body = options.file.read_bytes()
+    except OSError as error:
+        return _fail(f"{options.file}: {error.strerror}")
+    try:
+        answer = httpx.post(
+            f"{options.url}/admin/explain", content=body, timeout=30.0, trust_env=False,
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return _fail(f"{options.url}: {error}")
+    if answer.status_code != httpx.codes.OK:
+        return _fail(f"{options.url} answered {answer.status_code}: {answer.text}")
+    print(json.dumps(answer.json(), indent=2))
+    return EXIT_OK
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def _add_sim_engine(commands: Commands) -> None:  # type: ignore[type-arg]
+    from moongate.simulator import server as sim
+
+    parser = commands.add_parser(
+        "sim-engine", help="one simulated engine: OpenAI HTTP, KV events and metrics as vLLM's"
+    )
+    sim.add_arguments(parser)
+    parser.set_defaults(command=_sim_engine)
+
+
+def _sim_engine(options: argparse.Namespace) -> int:
+    from moongate.simulator import server as sim
+
+    try:
+        config = sim.config_from_arguments(options)
+    except sim.SimConfigError as error:
+        return _misused(str(error))
+    return sim.run(config)
+
+
+def _add_engine(commands: Commands) -> None:  # type: ignore[type-arg]
+    engine = commands.add_parser("engine", help="vLLM with the flags that moongate needs")
+    actions = engine.add_subparsers(title="actions", required=True, metavar="ACTION")
+    for name, command, text in (
+        ("command", _engine_command, "print the command line and environment"),
+        ("serve", _engine_serve, "start it"),
+    ):
+        parser = actions.add_parser(name, help=text)
+        _add_launch_arguments(parser)
+        parser.set_defaults(command=command)
+
+
+def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="model directory, or its name on a hub")
+    parser.add_argument("--served-model-name", help="name for clients (default: the model's)")
+    parser.add_argument("--host", default="127.0.0.1", help="address for HTTP (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=8101, help="HTTP port (default: 8101)")
+    parser.add_argument("--kv-events-port", type=_port, default=5601, help="(default: 5601)")
+    parser.add_argument("--kv-replay-port", type=_port, default=6601, help="(default: 6601)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu", help="(default: gpu)")
+    parser.add_argument(
+        "--block-size", type=_count, help="tokens a block; a multiple of 32 on a CPU"
+    )
+    parser.add_argument("--max-model-len", type=_count, help="longest prompt and answer, tokens")
+    parser.add_argument("--dtype", help="such as float32 (default: the model's own)")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter that has vLLM (default: this one)"
+    )
+    parser.add_argument(
+        "extra", nargs=argparse.REMAINDER, metavar="-- ARG ...", help="passed on to vLLM"
+    )
+
+
+def _build_launch(options: argparse.Namespace) -> LaunchCommand:
+    name = options.served_model_name or Path(options.model).name
+    extra = options.extra[1:] if options.extra[:1] == ["--"] else options.extra
+    return build_command(
+        EngineLaunch(
+            model=options.model,
+            served_model_name=name,
+            python=options.python,
+            host=options.host,
+            port=options.port,
+            kv_events_port=options.kv_events_port,
+            kv_replay_port=options.kv_replay_port,
+            topic=f"kv@{options.host}:{options.port}@{name}",
+            device=options.device,
+            block_size_tokens=options.block_size,
+            max_model_len_tokens=options.max_model_len,
+            dtype=options.dtype,
+            extra_args=tuple(extra),
+        )
+    )
+
+
+def _engine_command(options: argparse.Namespace) -> int:
+    try:
+        print(shell_line(_build_launch(options)))
+    except LaunchError as error:
+        return _misused(str(error))
+    return EXIT_OK
+
+
+def _engine_serve(options: argparse.Namespace) -> int:
+    try:
+        command = _build_launch(options)
+    except LaunchError as error:
+        return _misused(str(error))
+    # The engine takes this process's place, so that its signals and exit code are its own.
+    try:
+        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environment})  # noqa: S606
+    except OSError as error:
+        return _fail(f"{command.argv[0]}: {error.strerror}")
+
+
+# --- failing --------------------------------------------------------------------------------------
+
+
+def _fail(*problems: str) -> int:
+    for problem in problems:
+        print(f"moongate: {problem}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _misused(problem: str) -> int:
+    print(f"moongate: {problem}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Runs the gateway on a socket until it is told to stop.
+
+SIGTERM and SIGINT drain: the listener closes, `/ready` says so, running answers may end within
+`drain.limit_s`. A second signal stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+import uvloop
+
+from moongate.gateway.app import Gateway
+from moongate.gateway.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+"""Idle client connections live longer than the pools of common clients keep them, so that no client
+sends a request into a connection that is just being closed."""
+
+
+class ListenError(OSError):
+    """The address can't be listened on; the text says which and why."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a bound socket. Port 0 takes any free one. Raises: ListenError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ListenError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are handled here: uvicorn would raise them again after a clean stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class GatewayServer:
+    """One gateway on one socket."""
+
+    def __init__(self, gateway: Gateway, sock: socket.socket) -> None:
+        self.gateway = gateway
+        self._socket = sock
+        self._server = _Server(
+            uvicorn.Config(
+                gateway,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(gateway.settings.drain.limit_s),
+            )
+        )
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def has_started(self) -> bool:
+        return self._server.started
+
+    def request_stop(self) -> None:
+        """Drain; asked again, stop at once."""
+        self._server.force_exit = self._server.should_exit
+        self._server.should_exit = True
+        self.gateway.readiness.is_draining = True
+
+    async def serve(self) -> None:
+        """Serve until asked to stop."""
+        await self._server.serve(sockets=[self._socket])
+
+
+def handle_signals(server: GatewayServer) -> None:
+    """Let SIGTERM and SIGINT ask the server to stop. Call inside the event loop."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.request_stop)
+
+
+def run(settings: Settings) -> None:
+    """Serve until a signal asks to stop. Raises: ListenError."""
+    sock = listen(settings.listen.host, settings.listen.port)
+
+    async def main() -> None:
+        server = GatewayServer(Gateway(settings), sock)
+        handle_signals(server)
+        host = settings.listen.host
+        logger.info("moongate listens on http://%s:%d", host, server.port)
+        await server.serve()
+
+    uvloop.run(main())

@@ -1,0 +1,273 @@
+"""`moongate up`: gateway and engines on this machine, as one process group that Ctrl-C ends.
+
+Simulated engines run in this process, beside the gateway; vLLM engines as child processes from the
+engine environment. Everything binds to localhost. This is for trying and for tests, so what it
+starts is small: see the constants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+
+from moongate.engine_plugins.vllm_launch import (
+    CPU_BLOCK_SIZE_MULTIPLE_TOKENS,
+    EngineLaunch,
+    build_command,
+)
+from moongate.gateway.app import Gateway
+from moongate.gateway.server import GatewayServer, handle_signals, listen
+from moongate.gateway.settings import Settings
+from moongate.simulator.engine import EngineProfile
+from moongate.simulator.server import BUNDLED_TOKENIZER, SimEngine, SimEngineConfig
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+SIM_MODEL = "sim"
+
+ENGINE_START_S_MAX = 600.0
+"""A real engine's first start on a slow machine, with its caches empty."""
+
+ENGINE_STOP_S = 10.0
+"""What an engine gets to end by itself; then its process group is killed."""
+
+SIM_PROFILE = EngineProfile(blocks=16384, prefill_tokens_per_s=8000.0, decode_tokens_per_s=60.0)
+"""A mid-size model on one GPU, with a cache for about 260 K tokens."""
+
+
+class StackError(RuntimeError):
+    """The stack could not be started; the text says what failed and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What `moongate up` was asked for."""
+
+    engines: int = 3
+    engine: str = "sim"  # or "vllm"
+    port: int = 8000
+    model: str | None = None  # directory; None: the simulated engines' own
+    policy: str = "kv_cost"
+    python: str | None = None  # interpreter with vLLM
+
+
+def run(options: StackOptions) -> int:
+    """Start everything, say what to try, and stay until a signal. Return the exit code."""
+    sock = listen(HOST, options.port)
+    return uvloop.run(_main(options, sock))
+
+
+async def _main(options: StackOptions, sock: socket.socket) -> int:
+    engines: list[_Engine] = []
+    try:
+        engines = await _start_engines(options)
+        server = GatewayServer(Gateway(_settings(options, engines)), sock)
+        handle_signals(server)
+        announcing = asyncio.create_task(_announce(server, engines))
+        watching = [asyncio.create_task(_stop_with(engine, server)) for engine in engines]
+        await server.serve()
+        for task in (announcing, *watching):
+            task.cancel()
+        return 0
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+def _settings(options: StackOptions, engines: Sequence[_Engine]) -> Settings:
+    return Settings.model_validate(
+        {
+            "policy": {"name": options.policy},
+            "drain": {"limit_s": 5.0},
+            "instances": [{"id": engine.id, "url": engine.url} for engine in engines],
+        }
+    )
+
+
+async def _announce(server: GatewayServer, engines: Sequence[_Engine]) -> None:
+    """Print what to try once the gateway can route."""
+    url = f"http://{HOST}:{server.port}"
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        while True:
+            if server.has_started and (await client.get("/ready")).status_code == httpx.codes.OK:
+                break
+            await asyncio.sleep(0.05)
+    model = engines[0].model
+    names = ", ".join(f"{engine.id} ({engine.url})" for engine in engines)
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    print(
+        f"moongate is up.\n\n"
+        f"  endpoint   {url}/v1   (model: {model})\n"
+        f"  engines    {names}\n"
+        f"  operators  {url}/admin/instances   {url}/admin/index   {url}/metrics\n\n"
+        f"Try (twice: the second answer comes from the instance that holds the prefix):\n\n"
+        f"  curl -i {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    -d '{body}'\n\n"
+        f"Ctrl-C stops all of it.",
+        flush=True,
+    )
+
+
+async def _stop_with(engine: _Engine, server: GatewayServer) -> None:
+    """End the stack when an engine ends by itself."""
+    await engine.wait()
+    logger.error("engine %s ended; stopping", engine.id)
+    server.request_stop()
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A running engine, whichever kind."""
+
+    id: str
+    url: str
+    model: str
+    stop: Callable[[], Awaitable[None]]
+    wait: Callable[[], Awaitable[Any]]
+
+
+async def _start_engines(options: StackOptions) -> list[_Engine]:
+    names = [f"engine-{chr(ord('a') + number)}" for number in range(options.engines)]
+    if options.engine == "sim":
+        return [await _start_sim(name, options) for name in names]
+    processes = [_VllmProcess(name, options, number) for number, name in enumerate(names)]
+    try:
+        await asyncio.gather(*(process.start() for process in processes))
+    except BaseException:
+        await asyncio.gather(*(process.stop() for process in processes))
+        raise
+    return [_Engine(p.name, p.url, p.model_name, p.stop, p.wait) for p in processes]
+
+
+async def _start_sim(name: str, options: StackOptions) -> _Engine:
+    engine = SimEngine(
+        SimEngineConfig(
+            profile=SIM_PROFILE,
+            model=SIM_MODEL,
+            kv_events_port=0,
+            kv_replay_port=0,
+            tokenizer=BUNDLED_TOKENIZER if options.model is None else Path(options.model),
+        )
+    )
+    await engine.start()
+    return _Engine(name, engine.url, SIM_MODEL, engine.stop, asyncio.Event().wait)
+
+
+class _VllmProcess:
+    """One vLLM server as a child process, in a process group of its own."""
+
+    def __init__(self, name: str, options: StackOptions, number: int) -> None:
+        assert options.model is not None
+        assert options.python is not None
+        self.name = name
+        self.model_name = Path(options.model).name.split("-")[0]
+        http_port, events_port, replay_port = _free_ports(3)
+        self.url = f"http://{HOST}:{http_port}"
+        self._has_gpu = _has_gpu()
+        self._number = number
+        self._log = Path(options.python).parent.parent / f"{name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+        self._launch = EngineLaunch(
+            model=options.model,
+            served_model_name=self.model_name,
+            python=options.python,
+            port=http_port,
+            kv_events_port=events_port,
+            kv_replay_port=replay_port,
+            topic=f"kv@{HOST}:{http_port}@{self.model_name}",
+            device="gpu" if self._has_gpu else "cpu",
+            block_size_tokens=None if self._has_gpu else CPU_BLOCK_SIZE_MULTIPLE_TOKENS,
+            dtype=None if self._has_gpu else "float32",
+            threads=None if self._has_gpu else max(1, (os.cpu_count() or 1) // options.engines),
+        )
+
+    async def start(self) -> None:
+        """Return when the engine answers. Raises: StackError."""
+        command = build_command(self._launch)
+        environment = {**os.environ, **command.environment}
+        if self._has_gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = str(self._number)
+        began = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command.argv, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        while not await self._answers():
+            if self._process.returncode is not None:
+                raise StackError(f"{self.name} ended while starting; see {self._log}")
+            if time.monotonic() - began > ENGINE_START_S_MAX:
+                raise StackError(f"{self.name} did not start in time; see {self._log}")
+            await asyncio.sleep(0.5)
+        print(f"{self.name} is up after {time.monotonic() - began:.0f} s", flush=True)
+
+    async def _answers(self) -> bool:
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as client:
+            try:
+                return (await client.get("/health")).status_code == httpx.codes.OK
+            except httpx.HTTPError:
+                return False
+
+    async def wait(self) -> None:
+        assert self._process is not None
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """Let the engine end by itself, which frees its shared memory; then kill what is left."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), ENGINE_STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended already
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago; held open together so that they differ."""
+    sockets = [listen(HOST, 0) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def _has_gpu() -> bool:
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"],  # noqa: S607 - found on PATH, as the driver installs it
+            capture_output=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and b"GPU" in listed.stdout
+
+
+def default_engine_python(root: Path) -> str:
+    """Return the interpreter of the engine environment beside this project.
+
+    Raises: StackError if there is none.
+    """
+    python = root / ".venv-engine" / "bin" / "python"
+    if not python.exists():
+        raise StackError(f"{python} does not exist; `make setup-engine` makes it")
+    return str(python)

@@ -1,0 +1,461 @@
+"""The routes of a simulated engine: bodies in, generations on a rank, JSON or event streams out.
+
+Responsible for HTTP: rendering off the event loop, choosing the rank, streaming, and aborting when
+the client leaves, before or after the first byte. Not for the JSON itself (`openai_wire.py`) or for
+what is generated (`engine.py`).
+"""
+
+import asyncio
+import itertools
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from moongate.engine_plugins.vllm_render import ModelRenderer, RenderError
+from moongate.simulator import openai_wire
+from moongate.simulator.blocks import CacheNamespace
+from moongate.simulator.engine import EngineRequest, TokenOutput
+from moongate.simulator.metrics_wire import render_metrics
+from moongate.simulator.openai_wire import (
+    ApiError,
+    Choice,
+    Delta,
+    Envelope,
+    GenerateOptions,
+    Json,
+    Usage,
+)
+from moongate.simulator.runner import AbortedError, EngineDeadError, Generation, RankRunner
+
+VERSION = "0.32.0+moongate-sim"
+"""The release whose wire is spoken, marked so that nobody takes it for the real thing."""
+
+TOKEN_ID_MAX = 2**32 - 1
+"""What the tokenizers library can decode; greater ids raise an OverflowError in it."""
+
+CLIENT_CLOSED_STATUS = 499
+"""Status of an answer that nobody reads: the client left while it sent its body."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the routes tell about the model."""
+
+    name: str
+    root: str
+    """The directory of the tokenizer."""
+    max_model_len_tokens: int
+    answer_tokens: int
+    """Length of an answer for which no limit was asked."""
+
+
+class _Answers:
+    """The answers to one request while they grow."""
+
+    def __init__(
+        self,
+        places: Mapping[str, tuple[int, int]],
+        prompts: Sequence[Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """`places`: engine request id -> (index of its prompt, index of its answer)."""
+        self.prompts = prompts
+        self._places = places
+        self._decode = decode
+        self._token_ids: list[list[int]] = [[] for _ in places]
+        self._pieces: list[list[str]] = [[] for _ in places]
+        self._finish_reasons: dict[int, str] = {}
+        self._cached_tokens: list[int | None] = [None for _ in places]
+
+    def add(self, output: TokenOutput) -> Delta:
+        prompt_index, index = self._places[output.request_id]
+        token_ids = self._token_ids[index]
+        is_first = not token_ids
+        piece = self._decode_next(token_ids, output.token_id)
+        token_ids.append(output.token_id)
+        self._pieces[index].append(piece)
+        self._cached_tokens[index] = output.cached_tokens
+        if output.finish_reason is not None:
+            self._finish_reasons[index] = output.finish_reason.value
+        return Delta(
+            index=index,
+            text=piece,
+            token_id=output.token_id,
+            finish_reason=self._finish_reasons.get(index),
+            prompt_token_ids=self.prompts[prompt_index] if is_first else None,
+        )
+
+    def _decode_next(self, token_ids: Sequence[int], token_id: int) -> str:
+        """Decode one token after the one before it: some tokenizers drop a space at the start.
+
+        More context isn't needed, since only tokens that are whole characters are sampled.
+        """
+        before = token_ids[-1:]
+        skipped = len(self._decode(before)) if before else 0
+        return self._decode([*before, token_id])[skipped:]
+
+    def running_usage(self, output: TokenOutput) -> Usage:
+        """Usage of the one answer that `output` belongs to, so far."""
+        prompt_index, index = self._places[output.request_id]
+        return Usage(len(self.prompts[prompt_index]), len(self._token_ids[index]), None)
+
+    def usage(self) -> Usage:
+        """Usage of all answers. Cached tokens are those of the last prompt, as in vLLM."""
+        choices_per_prompt = len(self._places) // len(self.prompts)
+        return Usage(
+            prompt_tokens=sum(len(prompt) for prompt in self.prompts),
+            completion_tokens=sum(len(token_ids) for token_ids in self._token_ids),
+            cached_tokens=self._cached_tokens[-choices_per_prompt],
+        )
+
+    def choices(self) -> list[Choice]:
+        """Return the answers, all of which have ended."""
+        prompt_indexes = [prompt_index for prompt_index, _ in self._places.values()]
+        return [
+            Choice(
+                prompt_token_ids=self.prompts[prompt_index],
+                text="".join(self._pieces[index]),
+                token_ids=self._token_ids[index],
+                finish_reason=self._finish_reasons[index],
+            )
+            for index, prompt_index in enumerate(prompt_indexes)
+        ]
+
+
+class SimApi:
+    """The HTTP side of one simulated engine."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        renderer: ModelRenderer,
+        runners: Mapping[int, RankRunner],
+        kv_event_sources: Callable[[], Json],
+    ) -> None:
+        """`runners` by global rank; `kv_event_sources` is asked when the route is called."""
+        self._model = model
+        self._renderer = renderer
+        self._runners = runners
+        self._kv_event_sources = kv_event_sources
+        self._created = int(time.time())
+        self._next_rank = itertools.cycle(runners)
+        self._next_number = itertools.count()
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/kv_event_sources", self.kv_event_sources, methods=["GET"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+        ]
+        # /v1/embeddings and the like get a 404: a generate-only vLLM doesn't register them either.
+        handlers: dict[Any, Any] = {
+            ApiError: _on_api_error,
+            HTTPException: _on_http_exception,
+            EngineDeadError: _on_engine_dead,
+            ClientDisconnect: _on_client_left,
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    # -- generating ---------------------------------------------------------------------------
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await _read_body(request)
+        openai_wire.check_messages(body)
+        options = openai_wire.parse_options(body, is_chat=True)
+        self._check_model(body)
+        ids = openai_wire.reused_token_ids(body)
+        if ids is None:
+            ids = await _render(self._renderer.chat_token_ids, body)
+        else:
+            ids = await _render(self._renderer.completion_token_ids, ids)
+        return await self._answer(request, options, [ids])
+
+    async def completions(self, request: Request) -> Response:
+        body = await _read_body(request)
+        given = openai_wire.parse_prompts(body)
+        options = openai_wire.parse_options(body, is_chat=False)
+        self._check_model(body)
+        has_special_tokens = body.get("add_special_tokens") is not False
+        prompts = [
+            await _render(
+                self._renderer.completion_token_ids, prompt, add_special_tokens=has_special_tokens
+            )
+            for prompt in given
+        ]
+        return await self._answer(request, options, prompts)
+
+    async def _answer(
+        self, request: Request, options: GenerateOptions, prompts: list[list[int]]
+    ) -> Response:
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        runner = self._runners[self._rank(request)]
+        kind = "chatcmpl" if options.is_chat else "cmpl"
+        base_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        envelope = Envelope(f"{kind}-{base_id}", int(time.time()), self._model.name, options)
+        session_id = options.session_id or request.headers.get("x-session-id") or None
+        requests = self._engine_requests(options, prompts, session_id)
+        places = {
+            one.request_id: (index // options.choices, index) for index, one in enumerate(requests)
+        }
+        answers = _Answers(places, prompts, self._renderer.decode)
+        generation = Generation(runner, requests)
+        if options.is_stream:
+            return _EventStream(_stream(envelope, answers, generation), generation)
+        return await _whole_answer(request.receive, envelope, answers, generation)
+
+    def _engine_requests(
+        self, options: GenerateOptions, prompts: list[list[int]], session_id: str | None
+    ) -> list[EngineRequest]:
+        """One engine request for each prompt and choice, in the order of the answers.
+
+        A request that names a limit gets exactly that many tokens; one that names none is answered
+        in `answer_tokens`.
+        """
+        ends_itself = options.max_tokens is None and not options.ignores_end
+        return [
+            EngineRequest(
+                # A client's x-request-id may repeat, so it can't name the engine's request.
+                request_id=f"{next(self._next_number)}",
+                prompt_token_ids=prompt,
+                max_tokens=options.max_tokens or self._model.max_model_len_tokens,
+                stop_after_tokens=self._model.answer_tokens if ends_itself else None,
+                choice=choice,
+                namespace=CacheNamespace(cache_salt=options.cache_salt),
+                session_id=session_id,
+            )
+            for prompt in prompts
+            for choice in range(options.choices)
+        ]
+
+    def _rank(self, request: Request) -> int:
+        """Return the rank that the header names, or the next one in turn. Raises ApiError."""
+        try:
+            rank = int(request.headers.get("x-data-parallel-rank", ""))
+        except ValueError:
+            return next(self._next_rank)  # absent or no number: the engine ignores it, too
+        if rank not in self._runners:
+            raise ApiError(
+                f"data_parallel_rank {rank} is out of range "
+                f"[{min(self._runners)}, {max(self._runners) + 1})."
+            )
+        return rank
+
+    def _check_model(self, body: Mapping[str, Any]) -> None:
+        model = body.get("model")
+        if model and model != self._model.name:
+            raise openai_wire.unknown_model(model, self._model.name)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        limit = self._model.max_model_len_tokens
+        if not prompt:
+            raise ApiError("The decoder prompt cannot be empty", param="prompt")
+        if max(prompt) >= self._renderer.vocabulary_size:
+            raise ApiError(f"Token id {max(prompt)} is out of vocabulary", param="prompt")
+        if len(prompt) > limit:
+            raise openai_wire.prompt_too_long(len(prompt), limit)
+        if len(prompt) == limit:
+            raise ApiError("max_tokens must be at least 1, got 0.", param="max_tokens")
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    async def models(self, _: Request) -> Response:
+        model = self._model
+        return _json(
+            openai_wire.model_list(
+                model.name, model.root, model.max_model_len_tokens, self._created
+            )
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await _read_body(request)
+        self._check_model(body)
+        if "messages" in body:
+            openai_wire.check_messages(body)
+            ids = await _render(self._renderer.chat_token_ids, body)
+        elif isinstance(body.get("prompt"), str):
+            ids = await _render(
+                self._renderer.completion_token_ids,
+                body["prompt"],
+                add_special_tokens=body.get("add_special_tokens") is not False,
+            )
+        else:
+            raise openai_wire.invalid("prompt", "Field required")
+        limit = self._model.max_model_len_tokens
+        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await _read_body(request)
+        self._check_model(body)
+        tokens = body.get("tokens")
+        if not openai_wire.is_token_ids(tokens) or max(tokens, default=0) > TOKEN_ID_MAX:
+            raise openai_wire.invalid("tokens", "Input should be a valid list of token ids")
+        return _json({"prompt": await _render(self._renderer.decode, tokens)})
+
+    async def health(self, _: Request) -> Response:
+        is_alive = all(runner.is_alive for runner in self._runners.values())
+        return Response(status_code=200 if is_alive else 503)
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": VERSION})
+
+    async def metrics(self, _: Request) -> Response:
+        profile = next(iter(self._runners.values())).model.profile
+        statistics = {rank: one.model.statistics() for rank, one in self._runners.items()}
+        return PlainTextResponse(
+            render_metrics(self._model.name, profile, statistics),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    async def kv_event_sources(self, _: Request) -> Response:
+        return _json(self._kv_event_sources())
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        resets = [runner.model.reset_prefix_cache() for runner in self._runners.values()]
+        return _json({"success": all(resets)})
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+async def _whole_answer(
+    receive: Receive, envelope: Envelope, answers: _Answers, generation: Generation
+) -> Response:
+    """Collect all answers, unless the client leaves or the engine stops before."""
+    watcher = asyncio.create_task(_abort_when_left(receive, generation))
+    try:
+        async for output in generation.outputs():
+            answers.add(output)
+    except AbortedError as error:
+        raise EngineDeadError from error  # nobody reads it if it was the client that left
+    finally:
+        watcher.cancel()
+        generation.abort()
+    return _json(envelope.response(answers.choices(), answers.usage()))
+
+
+async def _stream(
+    envelope: Envelope, answers: _Answers, generation: Generation
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events. Raises AbortedError when the client left."""
+    options = envelope.options
+    is_opened = not options.is_chat
+    try:
+        async for output in generation.outputs():
+            if not is_opened:
+                is_opened = True
+                (prompt,) = answers.prompts
+                for index in range(options.choices):
+                    yield _event(envelope.role_chunk(index, prompt, Usage(len(prompt), 0, None)))
+            delta = answers.add(output)
+            yield _event(envelope.delta_chunk(delta, answers.running_usage(output)))
+        if options.includes_usage:
+            yield _event(envelope.usage_chunk(answers.usage()))
+    except EngineDeadError:
+        yield _event(_ENGINE_DEAD.body())
+    yield b"data: [DONE]\n\n"
+
+
+class _EventStream(Response):
+    """Sends events as they come, and aborts the generation when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._events = events
+        self._generation = generation
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(_abort_when_left(receive, self._generation))
+        try:
+            # Headers leave at once, as from the engine: the first byte may be long in coming.
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except (AbortedError, OSError):
+            # The client left (some servers tell it by an OSError from `send`), or the engine stops:
+            # then the stream breaks off without its end, as that of a killed engine.
+            return
+        finally:
+            watcher.cancel()
+            self._generation.abort()
+
+
+async def _abort_when_left(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.abort()
+
+
+def _event(body: Json) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(
+        json.dumps(body, separators=(",", ":")), status_code=status, media_type="application/json"
+    )
+
+
+# -- requests and errors --------------------------------------------------------------------------
+
+
+async def _read_body(request: Request) -> Json:
+    raw = await request.body()
+    return openai_wire.parse_body(request.headers.get("content-type", ""), raw)
+
+
+async def _render(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the renderer in a thread: a long prompt takes hundreds of milliseconds."""
+    try:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    except RenderError as error:
+        raise ApiError(str(error)) from error
+
+
+_ENGINE_DEAD = ApiError(
+    "EngineCore encountered an issue. See stack trace for the root cause.",
+    status=HTTPStatus.INTERNAL_SERVER_ERROR,
+    kind="InternalServerError",
+)
+
+
+async def _on_api_error(_: Request, error: ApiError) -> Response:
+    return _json(error.body(), error.status)
+
+
+async def _on_engine_dead(_: Request, __: EngineDeadError) -> Response:
+    return _json(_ENGINE_DEAD.body(), _ENGINE_DEAD.status)
+
+
+async def _on_client_left(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_CLOSED_STATUS)
+
+
+async def _on_http_exception(_: Request, error: HTTPException) -> Response:
+    status = HTTPStatus(error.status_code)
+    return _json(ApiError(error.detail, status=status, kind=status.phrase).body(), status)

@@ -1,0 +1,421 @@
+"""A simulated engine on real sockets: configuration, lifecycle, and the command line's flags.
+
+Responsible for wiring model, publishers and HTTP together, for binding, and for starting and
+stopping in order. Not for behaviour: that is `engine.py` (what is computed), `runner.py` (when) and
+`http_api.py` (what is answered).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+import uvloop
+import zmq
+
+from moongate.engine_plugins.vllm_render import ModelDirectoryError, ModelRenderer
+from moongate.simulator.blocks import DEFAULT_HASH_SEED
+from moongate.simulator.engine import EngineModel, EngineProfile, make_sampler
+from moongate.simulator.event_wire import (
+    BUFFER_BATCHES_MAX,
+    BatchEncoder,
+    DigestForm,
+    EventForm,
+)
+from moongate.simulator.http_api import ServedModel, SimApi
+from moongate.simulator.openai_wire import Json
+from moongate.simulator.publisher import (
+    PUB_QUEUE_BATCHES_MAX,
+    EventPublisher,
+    PublisherSettings,
+)
+from moongate.simulator.runner import RankRunner
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_TOKENIZER = Path(__file__).parent / "model"
+
+MODEL_LEN_TOKENS_MAX = 131_072
+"""Longest request of a simulated engine whose cache is big enough for it."""
+
+PORT_MAX = 65_535
+
+OUTPUT_TOKEN_IDS_SCANNED = 8192
+"""How far into the vocabulary to look for tokens to answer with."""
+
+SHUTDOWN_LIMIT_S = 1
+"""How long open connections may take to end after their generations were aborted."""
+
+
+class SimConfigError(ValueError):
+    """A setting no simulated engine can start with; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimEngineConfig:
+    """Everything one simulated engine is started with."""
+
+    profile: EngineProfile = EngineProfile()  # noqa: RUF009 -- frozen, so it may be shared
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one; so for every port here."""
+    model: str = "sim"
+    """The name it is served under."""
+    tokenizer: Path = BUNDLED_TOKENIZER
+    kv_events_port: int | None = None
+    """Rank r publishes at this port + r. None: no events."""
+    kv_replay_port: int | None = None
+    """Rank r answers replays at this port + r. None: no replay."""
+    topic: str = ""
+    data_parallel_size: int = 1
+    data_parallel_start_rank: int = 0
+    answer_tokens: int = 128
+    """Length of an answer when the request sets no limit."""
+    hash_seed: str = DEFAULT_HASH_SEED
+    """What block digests start from (PYTHONHASHSEED of a real engine)."""
+    event_form: EventForm = EventForm.MAP
+    digest_form: DigestForm = DigestForm.INT
+    has_replay_topic_frame: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises SimConfigError."""
+        if self.data_parallel_size < 1 or self.data_parallel_start_rank < 0:
+            raise SimConfigError("data parallel size must be at least 1, start rank at least 0")
+        if self.answer_tokens < 1:
+            raise SimConfigError(f"answer tokens must be at least 1, got {self.answer_tokens}")
+        if self.kv_events_port is None and self.kv_replay_port is not None:
+            raise SimConfigError("a replay port needs an events port")
+        self._check_ports()
+
+    @property
+    def ranks(self) -> range:
+        """The global data-parallel ranks."""
+        start = self.data_parallel_start_rank
+        return range(start, start + self.data_parallel_size)
+
+    def rank_port(self, base: int | None, rank: int) -> int | None:
+        """Return the port of `rank`; 0 stays 0 and None stays None."""
+        return base + rank if base else base
+
+    def _check_ports(self) -> None:
+        bases = {"port": self.port, "events": self.kv_events_port, "replay": self.kv_replay_port}
+        used: dict[int, str] = {}
+        for name, base in bases.items():
+            ranks = range(1) if name == "port" else self.ranks
+            for port in (self.rank_port(base, rank) for rank in ranks):
+                if not port:
+                    continue
+                if not 0 < port <= PORT_MAX:
+                    raise SimConfigError(f"{name} port {port} is not between 0 and {PORT_MAX}")
+                if port in used:
+                    raise SimConfigError(f"port {port} is used twice: {used[port]} and {name}")
+                used[port] = name
+
+
+class SimEngine:
+    """One simulated engine in this process.
+
+    `start` binds and serves, and then the addresses are known; `stop` aborts what runs. Both are
+    called once, on the same event loop.
+    """
+
+    def __init__(self, config: SimEngineConfig) -> None:
+        self._config = config
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.runners: dict[int, RankRunner] = {}
+        """By global rank."""
+        self.port: int | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.port is not None, "started"
+        return f"http://{_reachable(self._config.host)}:{self.port}"
+
+    @property
+    def kv_events_endpoint(self) -> str | None:
+        """Where the first rank publishes, to connect to; None without events."""
+        return self.rank_endpoints(self._config.ranks[0])[0]
+
+    @property
+    def kv_replay_endpoint(self) -> str | None:
+        return self.rank_endpoints(self._config.ranks[0])[1]
+
+    def rank_endpoints(self, rank: int) -> tuple[str | None, str | None]:
+        """Return where `rank` publishes and replays, to connect to."""
+        publisher = self.runners[rank].publisher
+        if publisher is None:
+            return None, None
+        host = _reachable(self._config.host)
+        return _endpoint(host, publisher.port), _endpoint(host, publisher.replay_port)
+
+    async def start(self) -> None:
+        """Raises SimConfigError for an unusable tokenizer, OSError for an address in use."""
+        renderer = await asyncio.to_thread(_load_renderer, self._config.tokenizer)
+        sampler = make_sampler(await asyncio.to_thread(output_token_ids, renderer.decode))
+        listener = _listen(self._config.host, self._config.port)
+        self.port = listener.getsockname()[1]
+        try:
+            for rank in self._config.ranks:
+                model = EngineModel(
+                    self._config.profile,
+                    sample_token=sampler,
+                    hash_seed=self._config.hash_seed,
+                )
+                self.runners[rank] = RankRunner(rank, model, self._publisher(rank))
+                await self.runners[rank].start()
+        except zmq.ZMQError as error:
+            listener.close()
+            await self.stop()
+            raise OSError(error.errno, f"cannot bind a KV event socket: {error}") from error
+        self._server = _EmbeddedServer(_uvicorn_config(self._api(renderer)))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def stop(self) -> None:
+        # The ranks first: that ends the open streams, for which the server would wait.
+        await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    def kv_event_sources(self) -> Json:
+        """Return what `/kv_event_sources` answers: the publisher's settings, by rank."""
+        return {
+            str(rank): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": _endpoint("*", runner.publisher.port),
+                "replay_endpoint": _endpoint("*", runner.publisher.replay_port),
+                "buffer_steps": BUFFER_BATCHES_MAX,
+                "hwm": PUB_QUEUE_BATCHES_MAX,
+                "max_queue_size": PUB_QUEUE_BATCHES_MAX,
+                "topic": self._config.topic,
+            }
+            for rank, runner in self.runners.items()
+            if runner.publisher is not None
+        }
+
+    def _publisher(self, rank: int) -> EventPublisher | None:
+        config = self._config
+        port = config.rank_port(config.kv_events_port, rank)
+        if port is None:
+            return None
+        encoder = BatchEncoder(
+            rank=rank,
+            block_size_tokens=config.profile.block_size_tokens,
+            event_form=config.event_form,
+            digest_form=config.digest_form,
+        )
+        settings = PublisherSettings(
+            host=config.host,
+            port=port,
+            replay_port=config.rank_port(config.kv_replay_port, rank),
+            topic=config.topic,
+            has_replay_topic_frame=config.has_replay_topic_frame,
+        )
+        return EventPublisher(settings, encoder)
+
+    def _api(self, renderer: ModelRenderer) -> SimApi:
+        config = self._config
+        model = ServedModel(
+            name=config.model,
+            root=str(config.tokenizer),
+            max_model_len_tokens=config.profile.max_model_len_tokens,
+            answer_tokens=config.answer_tokens,
+        )
+        return SimApi(model, renderer, self.runners, self.kv_event_sources)
+
+
+def output_token_ids(decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Return the tokens that an answer may consist of: whole, printable ASCII text each.
+
+    *Why*: concatenated pieces of a stream must equal the whole answer for any tokenizer, and some
+    split a character over several tokens.
+    """
+    candidates = ((token_id, decode([token_id])) for token_id in range(OUTPUT_TOKEN_IDS_SCANNED))
+    ids = [
+        token_id for token_id, text in candidates if text and text.isascii() and text.isprintable()
+    ]
+    if not ids:
+        raise SimConfigError("the tokenizer has no printable ASCII tokens to answer with")
+    return ids
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A server that leaves signals to its host: there may be several in one process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(api: SimApi) -> uvicorn.Config:
+    return uvicorn.Config(
+        api.app(),
+        http="httptools",
+        lifespan="off",
+        log_config=None,  # logging belongs to the host process
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
+    )
+
+
+def _load_renderer(directory: Path) -> ModelRenderer:
+    try:
+        return ModelRenderer.load(directory)
+    except (OSError, ModelDirectoryError) as error:
+        raise SimConfigError(f"cannot load the tokenizer in {directory}: {error}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind and listen at once: connections wait in the backlog until the server accepts them."""
+    listener = socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=2048,
+    )
+    listener.setblocking(False)
+    return listener
+
+
+def _reachable(host: str) -> str:
+    """Return an address to connect to for one that is bound to."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def _endpoint(host: str, port: int | None) -> str | None:
+    return None if port is None else f"tcp://{host}:{port}"
+
+
+# -- command line -----------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `moongate sim-engine`."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to bind, ZMQ too (default %(default)s)")
+    add("--port", type=_port, required=True, help="HTTP port; 0 takes any free one")
+    add("--model", default="sim", help="served model name (default %(default)s)")
+    add("--tokenizer", type=Path, metavar="DIR", help="model directory (default: a small own one)")
+    add("--kv-events-port", type=_port, metavar="K", help="ZMQ PUB port, + rank (default: none)")
+    add("--kv-replay-port", type=_port, metavar="K", help="ZMQ ROUTER port, + rank (default: none)")
+    add("--topic", default="", help="topic of the events (default: empty)")
+    for flag, kind, default, meaning in _number_flags(EngineProfile()):
+        add(flag, type=kind, default=default, metavar="N", help=f"{meaning} (default %(default)s)")
+    add(
+        "--data-parallel-start-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="global number of the first rank (default %(default)s)",
+    )
+
+
+def _number_flags(
+    profile: EngineProfile,
+) -> list[tuple[str, Callable[[str], float], float, str]]:
+    """Return flag, type, default and meaning of the flags whose value must be above zero."""
+    whole, rate = _positive(int, "a whole number"), _positive(float, "a number")
+    return [
+        ("--blocks", whole, profile.blocks, "KV blocks per rank, one of them unusable"),
+        ("--block-size", whole, profile.block_size_tokens, "tokens in a block"),
+        (
+            "--prefill-tokens-per-s",
+            rate,
+            profile.prefill_tokens_per_s,
+            "prompt tokens computed per second",
+        ),
+        (
+            "--decode-tokens-per-s",
+            rate,
+            profile.decode_tokens_per_s,
+            "tokens per second of each decoding request",
+        ),
+        ("--max-num-seqs", whole, profile.max_num_seqs, "running requests at most"),
+        ("--data-parallel-size", whole, 1, "ranks, each with its own cache and publisher"),
+    ]
+
+
+def config_from_arguments(namespace: argparse.Namespace) -> SimEngineConfig:
+    """Return the configuration. Raises SimConfigError, for which a command exits with 2.
+
+    The longest request follows from the cache, up to `MODEL_LEN_TOKENS_MAX`; digests start from
+    PYTHONHASHSEED when it is set, as in a real engine.
+    """
+    capacity_tokens = (namespace.blocks - 1) * namespace.block_size
+    if capacity_tokens < 2:
+        raise SimConfigError("--blocks and --block-size leave no room for a prompt and an answer")
+    try:
+        profile = EngineProfile(
+            blocks=namespace.blocks,
+            block_size_tokens=namespace.block_size,
+            prefill_tokens_per_s=namespace.prefill_tokens_per_s,
+            decode_tokens_per_s=namespace.decode_tokens_per_s,
+            max_num_seqs=namespace.max_num_seqs,
+            max_model_len_tokens=min(MODEL_LEN_TOKENS_MAX, capacity_tokens),
+        )
+    except ValueError as error:
+        raise SimConfigError(str(error)) from error
+    return SimEngineConfig(
+        profile=profile,
+        host=namespace.host,
+        port=namespace.port,
+        model=namespace.model,
+        tokenizer=namespace.tokenizer or BUNDLED_TOKENIZER,
+        kv_events_port=namespace.kv_events_port,
+        kv_replay_port=namespace.kv_replay_port,
+        topic=namespace.topic,
+        data_parallel_size=namespace.data_parallel_size,
+        data_parallel_start_rank=namespace.data_parallel_start_rank,
+        hash_seed=os.environ.get("PYTHONHASHSEED", DEFAULT_HASH_SEED),
+    )
+
+
+def run(config: SimEngineConfig) -> int:
+    """Serve until SIGINT or SIGTERM; return the exit code (1: an address in use, 2: bad value)."""
+    return uvloop.run(_run_until_signal(config))
+
+
+async def _run_until_signal(config: SimEngineConfig) -> int:
+    engine, signalled = SimEngine(config), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    try:
+        await engine.start()
+    except (OSError, SimConfigError) as error:
+        print(f"sim-engine: {error}", file=sys.stderr)
+        return 2 if isinstance(error, SimConfigError) else 1
+    print(f"sim-engine: {config.model} at {engine.url}", flush=True)
+    await signalled.wait()
+    await engine.stop()
+    return 0
+
+
+def _positive(kind: Callable[[str], float], what: str) -> Callable[[str], float]:
+    """Return an argparse type for numbers above zero."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+        return value
+
+    return parse
+
+
+def _port(text: str) -> int:
+    """Parse a port, 0 included."""
+    if not text.isdecimal() or int(text) > PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to {PORT_MAX})")
+    return int(text)

@@ -1,0 +1,79 @@
+"""Real engines for the tests: started once, shared by those that leave them as they were."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import (
+    ENGINE_PYTHON,
+    PROJECT,
+    Child,
+    EngineProcess,
+    Serve,
+    start_gateway,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything here as e2e, with time for engines to start and to compute."""
+    for item in items:
+        if "e2e" in Path(item.fspath).parts:
+            item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Return the directory of the tiny random model, made when it isn't there."""
+    if not ENGINE_PYTHON.exists():
+        pytest.fail(f"{ENGINE_PYTHON} is missing; run `make setup-engine`")
+    script = PROJECT / "scripts" / "make_models.py"
+    made = subprocess.run(
+        [ENGINE_PYTHON, script, "tiny"], capture_output=True, text=True, timeout=280, check=True
+    )
+    return Path(made.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def engines(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """Return two engines with room for all that the shared tests put into them."""
+    directory = tmp_path_factory.mktemp("engines")
+    pair = (
+        EngineProcess.make(tiny_model, directory, "a", gpu_blocks_override=8192),
+        EngineProcess.make(tiny_model, directory, "b", gpu_blocks_override=8192),
+    )
+    try:
+        for engine in pair:
+            engine.start()
+        for engine in pair:
+            engine.wait_ready()
+        yield pair
+    finally:
+        for engine in pair:
+            engine.stop()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Return a function that starts a gateway before engines; it is stopped with the test."""
+    started: list[Child] = []
+
+    def start(engines: tuple[EngineProcess, ...], **settings: Any) -> Child:
+        instances = [{"id": "ab"[n], "url": engine.url} for n, engine in enumerate(engines)]
+        name = f"gateway{len(started)}"
+        gateway = start_gateway(tmp_path, {"instances": instances, **settings}, name)
+        started.append(gateway)
+        return gateway
+
+    yield start
+    for gateway in started:
+        gateway.stop()

@@ -1,0 +1,156 @@
+"""Child processes for tests: real engines and the gateway, each in a process group of its own.
+
+Whatever a test starts here it also ends, by process group; logs stay in the test's directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
+
+PROJECT = Path(__file__).parents[2]
+ENGINE_PYTHON = PROJECT / ".venv-engine" / "bin" / "python"
+ENGINE_START_S = 180.0
+BLOCK_TOKENS = 32
+"""Block size of the test engines: the smallest that vLLM's CPU kernels take."""
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@dataclass(slots=True)
+class Child:
+    """A running child process."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    @classmethod
+    def start(
+        cls, argv: Sequence[str], url: str, log: Path, environment: Mapping[str, str] | None = None
+    ) -> Child:
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                argv,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        return cls(process, url, log)
+
+    def wait_until(self, path: str, timeout_s: float) -> None:
+        """Return when `path` answers 200."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"ended while starting:\n{self.tail()}"
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + path, timeout=2.0, trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"{path} did not answer in {timeout_s} s:\n{self.tail()}")
+
+    def kill(self) -> None:
+        """SIGKILL the whole group, as a crash would be."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """Ask it to end, and kill what is left of its group. Return its exit code."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        self.kill()
+        return self.process.returncode
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+
+@dataclass(slots=True)
+class EngineProcess:
+    """A real vLLM engine that can be killed and started again on its addresses."""
+
+    launch: EngineLaunch
+    log: Path
+    child: Child | None = None
+
+    @classmethod
+    def make(cls, model: Path, directory: Path, name: str, **options: Any) -> EngineProcess:
+        port = free_port()
+        launch = EngineLaunch(
+            model=str(model),
+            served_model_name="tiny",
+            python=str(ENGINE_PYTHON),
+            port=port,
+            kv_events_port=free_port(),
+            kv_replay_port=free_port(),
+            topic=f"kv@127.0.0.1:{port}@tiny",
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            block_size_tokens=32,
+            **options,
+        )
+        return cls(launch, directory / f"{name}.log")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.launch.port}"
+
+    def start(self) -> None:
+        command = build_command(self.launch)
+        self.child = Child.start(command.argv, self.url, self.log, command.environment)
+
+    def wait_ready(self) -> None:
+        assert self.child is not None
+        self.child.wait_until("/health", ENGINE_START_S)
+
+    def kill(self) -> None:
+        assert self.child is not None
+        self.child.kill()
+
+    def stop(self) -> None:
+        if self.child is not None:
+            self.child.stop()
+
+
+Serve = Callable[..., Child]
+"""Starts a gateway before engines: `serve(engines, **settings)`."""
+
+
+def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gateway") -> Child:
+    """Start `moongate serve` with these settings (listen is chosen here) and wait until ready."""
+    port = free_port()
+    file = directory / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**settings, "listen": {"host": "127.0.0.1", "port": port}}))
+    child = Child.start(
+        [sys.executable, "-m", "moongate.cli", "serve", "-c", str(file)],
+        f"http://127.0.0.1:{port}",
+        directory / f"{name}.log",
+    )
+    child.wait_until("/ready", 30.0)
+    return child

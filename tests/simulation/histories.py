@@ -1,0 +1,833 @@
+"""Histories of a small fleet, plausible and hostile, for the routing core.
+
+A `History` is driven by chance alone. It holds the truth (instances, the caches of their ranks, what
+each publisher sent, what the network still carries, which requests are open), lets one thing happen
+at a time, hands the event to a `RouterCore`, and checks what comes back. As in swarm testing each
+history enables only some kinds of things, so that rare combinations get long runs of their own.
+
+The truth of a cache is the simplest there is: a list of physical copies, the least recently used
+first. Tokens are small numbers and block sizes 2, 3 and 4, so that prompts share prefixes often.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from moongate.router import (
+    BatchReceived,
+    BlockSpace,
+    Command,
+    Event,
+    FailureKind,
+    Forward,
+    Holder,
+    InstanceAdded,
+    InstanceDescribed,
+    InstanceFacts,
+    InstanceId,
+    InstanceProbed,
+    InstanceRemoved,
+    InstanceSpec,
+    ModelCard,
+    Outcome,
+    Prompt,
+    Reject,
+    RelayFailure,
+    ReplayEnded,
+    Request,
+    RequestArrived,
+    RequestFailed,
+    RequestFinished,
+    RequestFirstByte,
+    RequestId,
+    RequestReplay,
+    Role,
+    RouterCore,
+    RouterLimits,
+    SourceClosed,
+    SourceId,
+    SourceOpened,
+    SourceReconnected,
+    Tier,
+    Trust,
+    WakeAt,
+    WakeUp,
+    make_policy,
+)
+from moongate.router.blocks import hash_prompt, hash_text, pack_tokens
+from moongate.router.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    BlocksUnreadable,
+    KvEvent,
+)
+from moongate.router.invariants import check
+from moongate.router.model import TEXT_SPACE, BlockHash
+
+MODEL, ADAPTER = "m", "ad-1"
+POLICIES = ("kv_cost", "kv_cost", "prefix_affinity", "round_robin", "random", "power_of_two")
+CACHE_COPIES_MAX = 12
+PROMPT_TOKENS_MAX = 20
+BUFFER_BATCHES = 1000
+HEALED_S = 75.0
+"""Time for the core to look twice at every silent source."""
+
+FORGOTTEN_S = 700.0
+"""Longer than every prediction of the core."""
+
+Tokens = tuple[int, ...]
+
+
+@functools.cache
+def chain(space: BlockSpace, tokens: Tokens) -> tuple[BlockHash, ...]:
+    return tuple(hash_prompt(space, pack_tokens(tokens)))
+
+
+# --- the truth ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One physical copy of a block: `prefix` ends with it."""
+
+    tier: Tier
+    prefix: Tokens
+    lora: str | None
+    name: int
+
+
+@dataclass(slots=True)
+class Link:
+    """A subscription to a publisher as the network sees it."""
+
+    has_replay: bool
+    is_connected: bool
+    live: deque[BatchReceived] = field(default_factory=deque)
+    delivered: list[BatchReceived] = field(default_factory=list)  # on this connection
+    asked: deque[RequestReplay] = field(default_factory=deque)
+    answers: deque[BatchReceived | ReplayEnded] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class Engine:
+    """One rank's cache and its publisher."""
+
+    source: SourceId
+    rank: int | None  # as its events tell it
+    size: int
+    buffer_batches: int
+    process: int = 0
+    copies: list[Copy] = field(default_factory=list)
+    sequence: int = 0
+    buffer: deque[BatchReceived] = field(default_factory=deque)
+    link: Link | None = None
+    is_odd: bool = False  # said something that leaves the router's view rightly incomplete
+    has_lost: bool = False  # a replay was not answered, or something said could not be used
+
+    def store(
+        self, tokens: Tokens, lora: str | None, tier: Tier, as_copy: bool, alias: int
+    ) -> None:
+        """Cache a prompt's blocks, evicting others; `alias` tells apart two names of a block."""
+        prefixes = [tokens[:end] for end in range(self.size, len(tokens) + 1, self.size)]
+        wanted = [Copy(tier, p, lora, self._name(p, lora, alias)) for p in prefixes]
+        found = [] if as_copy else [copy for copy in wanted if copy in self.copies]
+        for copy in found:
+            self.copies.remove(copy)
+            self.copies.append(copy)
+        new = [copy for copy in wanted if copy not in found]
+        events: list[KvEvent] = []
+        while self.copies and len(self.copies) + len(new) > CACHE_COPIES_MAX:
+            evicted = self.copies.pop(0)
+            events.append(BlocksRemoved((evicted.name,), evicted.tier))
+        for run in _runs(wanted, new):
+            self.copies += run
+            events.append(self._stored(wanted, run))
+        if events:
+            self.publish(*events)
+
+    def evict(self, count: int) -> None:
+        gone, self.copies = self.copies[:count], self.copies[count:]
+        for tier in {copy.tier: None for copy in gone}:
+            names = tuple(copy.name for copy in gone if copy.tier is tier)
+            self.publish(BlocksRemoved(names, tier))
+
+    def clear(self) -> None:
+        self.copies = [copy for copy in self.copies if copy.tier is not Tier.DEVICE]
+        self.publish(BlocksCleared())
+
+    def restart(self) -> None:
+        """End the process and start another: its cache, its place and its connections are lost."""
+        self.process += 1
+        self.copies.clear()
+        self.sequence = 0
+        self.buffer.clear()
+        self.is_odd = False
+        if self.link is not None:
+            self.disconnect(self.link)
+
+    def disconnect(self, link: Link) -> None:
+        link.is_connected = False
+        self.has_lost = self.has_lost or bool(link.asked or link.answers)
+        link.live.clear()
+        link.delivered.clear()
+        link.asked.clear()
+        unanswered = {e.replay_id for e in link.answers if isinstance(e, ReplayEnded)}
+        link.answers.clear()
+        link.answers += [ReplayEnded(self.source, i, is_complete=False) for i in sorted(unanswered)]
+
+    def publish(self, *events: KvEvent, rank: int | None = None) -> None:
+        batch = BatchReceived(
+            self.source,
+            self.sequence,
+            events,
+            f"{self.process}:{self.sequence}".encode(),
+            self.rank if rank is None else rank,
+        )
+        self.sequence += 1
+        self.buffer.append(batch)
+        if len(self.buffer) > self.buffer_batches:
+            self.buffer.popleft()
+        if self.link is not None and self.link.is_connected:
+            self.link.live.append(batch)
+
+    def held(self) -> set[tuple[Tier, BlockHash]]:
+        return {
+            (copy.tier, chain(BlockSpace(self.size, copy.lora), copy.prefix)[-1])
+            for copy in self.copies
+        }
+
+    def _name(self, prefix: Tokens, lora: str | None, alias: int) -> int:
+        text = f"{self.source}/{self.process}/{prefix}/{lora}/{alias}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+    def _stored(self, wanted: list[Copy], run: list[Copy]) -> BlocksStored:
+        start = wanted.index(run[0])
+        return BlocksStored(
+            engine_hashes=tuple(copy.name for copy in run),
+            parent=wanted[start - 1].name if start else None,
+            tokens=pack_tokens(run[-1].prefix[start * self.size :]),
+            block_size_tokens=self.size,
+            tier=run[0].tier,
+            lora_name=run[0].lora,
+        )
+
+
+def _runs(wanted: list[Copy], new: list[Copy]) -> list[list[Copy]]:
+    """Return the new blocks in runs without a hole: each becomes one event."""
+    runs: list[list[Copy]] = []
+    previous = None
+    for position, copy in enumerate(wanted):
+        if copy not in new:
+            continue
+        if previous is None or position != previous + 1:
+            runs.append([])
+        runs[-1].append(copy)
+        previous = position
+    return runs
+
+
+@dataclass(slots=True)
+class Instance:
+    """An instance of the fleet; `is_healthy` and `bad_probes` shadow what the core must know."""
+
+    id: InstanceId
+    engines: list[Engine]
+    size: int
+    ranks: tuple[int, ...]
+    has_adapter: bool
+    is_described: bool = False
+    is_healthy: bool = False
+    bad_probes: int = 0
+
+    def probed(self, is_healthy: bool, is_gone: bool) -> None:
+        if is_healthy:
+            self.is_healthy, self.bad_probes = True, 0
+        elif self.is_healthy:
+            self.bad_probes += 1
+            if is_gone or self.bad_probes >= 2:
+                self.is_healthy, self.bad_probes = False, 0
+
+
+@dataclass(slots=True)
+class Open:
+    """A request that the core has forwarded and that has not ended."""
+
+    holders: list[Holder]
+    has_first_byte: bool = False
+
+
+# --- the history ----------------------------------------------------------------------------------
+
+
+class History:
+    """A run of the core against a fleet that does as `chance` has it. See the module."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.now = 0.0
+        self.policy = chance.choice(POLICIES)
+        self.seed = chance.randrange(1000)
+        self.limits = RouterLimits(
+            index_blocks_max=chance.choice([8, 1000, 1000, 1000]),
+            attempts_max=chance.choice([1, 2, 2, 3]),
+        )
+        self.core = make_core(self.policy, self.seed, self.limits)
+        self.instances: dict[InstanceId, Instance] = {}
+        self.open: dict[RequestId, Open] = {}
+        self.ended: Counter[RequestId] = Counter()
+        self.arrived = 0
+        self.wake_at: float | None = None
+        self.recording: list[tuple[float, Event]] = []
+        self.commands: list[Command] = []
+        self.kinds = self._choose_kinds()
+
+    def run(self, steps: int) -> None:
+        """Let a fleet join and `steps` things happen, then heal it and compare it with the truth."""
+        for _ in range(self.chance.choice([1, 1, 2, 3])):
+            self._join()
+        for _ in range(steps):
+            self.chance.choice(self.kinds)()
+        self.heal()
+        self.check_converged()
+        self.check_trusted()
+        self.check_ended()
+
+    def _choose_kinds(self) -> list[Callable[[], None]]:
+        """Return what may happen: half of the kinds, some of them more often than others."""
+        always = [self._arrive, self._arrive, *[self._deliver] * 3, *[self._store] * 3]
+        sometimes = [
+            *(self._join, self._add, self._describe, self._probe, self._remove, self._open_source),
+            *(self._close_source, self._evict, self._clear, self._restart, self._disconnect),
+            *(self._reconnect, self._drop, self._duplicate, self._answer, self._answer_badly),
+            *(self._first_byte, self._fail, self._finish, self._pass_time, self._wake),
+            *(self._speak_oddly, self._speak_of_others, self._deliver_all, self._answer_at_length),
+        ]
+        kinds: list[Callable[[], None]] = list(always)
+        for kind in sometimes:
+            kinds += [kind] * self.chance.choice([0, 0, 1, 2])
+        return kinds
+
+    # --- handing over -----------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Give the core an event, perform what it asks for, and check the state it is left in."""
+        self.recording.append((self.now, event))
+        commands = self.core.handle(event, self.now)
+        self.commands += commands
+        check(self.core)
+        self._check_predictions()
+        self._check_attribution()
+        for command in commands:
+            match command:
+                case Forward():
+                    self._forwarded(command)
+                case Reject() | RelayFailure():
+                    self.open.pop(command.request_id, None)
+                    self.ended[command.request_id] += 1
+                case RequestReplay():
+                    engine = self._engine(command.source)
+                    assert engine.link is not None
+                    assert engine.link.has_replay
+                    engine.link.asked.append(command)
+                case WakeAt():
+                    assert command.at >= self.now
+                    assert self.wake_at is None or command.at < self.wake_at
+                    self.wake_at = command.at
+                case _:
+                    pass
+
+    def _forwarded(self, forward: Forward) -> None:
+        holder, ranking = forward.holder, forward.decision.ranking
+        instance = self.instances[holder.instance_id]
+        assert instance.is_healthy, "forwarded to an instance that is down"
+        assert instance.is_described
+        assert ranking[0].holder == holder
+        assert len({c.holder for c in ranking}) == len(ranking)
+        usable = max((forward.decision.prompt_tokens or 0) - 1, 0)
+        for candidate in ranking:
+            assert 0 <= candidate.confirmed_tokens <= candidate.overlap_tokens <= usable, candidate
+        opened = self.open.setdefault(forward.request_id, Open([]))
+        assert holder.instance_id not in {h.instance_id for h in opened.holders}
+        opened.holders.append(holder)
+        assert len(opened.holders) == forward.attempt <= self.limits.attempts_max
+
+    def _check_predictions(self) -> None:
+        """Check that the index tells predicted from confirmed, and that its masks are its sets."""
+        index = self.core.index
+        masks: Counter[BlockHash] = Counter()
+        for holder, blocks in index._predicted.items():
+            bit = 1 << index._numbers[holder]
+            for block, expires_at in blocks.items():
+                assert not index._masks[Tier.DEVICE].get(block, 0) & bit
+                assert expires_at > self.now
+                masks[block] += bit
+        assert masks == index._predicted_masks
+
+    def _check_attribution(self) -> None:
+        """Check that each source speaks for the holder that its rank stands for now."""
+        for source, state in self.core.sources:
+            instance = self.core.fleet.find(source.instance_id)
+            assert instance is not None
+            assert state.ledger.holder == instance.holder_of(state.rank)
+
+    # --- the fleet --------------------------------------------------------------------------------
+
+    def _instance(self) -> Instance | None:
+        return self.chance.choice(list(self.instances.values())) if self.instances else None
+
+    def _engine(self, source: SourceId) -> Engine:
+        return self.instances[source.instance_id].engines[source.publisher]
+
+    def _some_engine(self) -> Engine | None:
+        return self._pick([engine for i in self.instances.values() for engine in i.engines])
+
+    def _pick(self, engines: list[Engine]) -> Engine | None:
+        """Return one of them, mostly the first: things have to meet to go wrong."""
+        if not engines:
+            return None
+        return engines[0] if self.chance.random() < 0.6 else self.chance.choice(engines)
+
+    def _some_link(self) -> tuple[Engine, Link] | None:
+        """Return an engine with an open source."""
+        engines = [engine for i in self.instances.values() for engine in i.engines]
+        engine = self._pick([engine for engine in engines if engine.link is not None])
+        return (engine, engine.link) if engine is not None and engine.link is not None else None
+
+    def _add(self) -> Instance | None:
+        unused = [InstanceId(name) for name in "abc" if InstanceId(name) not in self.instances]
+        if not unused:
+            return None
+        chance, name = self.chance, self.chance.choice(unused)
+        ranks = chance.choice([(), (), (), (0, 1), (4, 5)])
+        size = chance.choice([2, 2, 2, 3, 4])
+        buffer_batches = chance.choice([2, BUFFER_BATCHES, BUFFER_BATCHES])
+        # Two publishers of an instance without ranks speak of the same holder.
+        count = len(ranks) or chance.choice([1, 1, 1, 2])
+        engines = [
+            Engine(
+                SourceId(name, number),
+                ranks[number] if ranks else chance.choice([None, 0]),
+                size,
+                buffer_batches,
+            )
+            for number in range(count)
+        ]
+        self.instances[name] = instance = Instance(
+            name, engines, size, ranks, has_adapter=chance.random() < 0.5
+        )
+        role = chance.choice([Role.BOTH, Role.BOTH, Role.BOTH, Role.DECODE])
+        self.handle(InstanceAdded(InstanceSpec(name, role, chance.choice([1.0, 1.0, 2.0]))))
+        return instance
+
+    def _join(self) -> None:
+        """Let an instance come up in the usual order, or in another."""
+        instance = self._add()
+        if instance is None:
+            return
+        steps = [
+            lambda: self._describe(instance),
+            lambda: self._probe(instance, is_healthy=True),
+            *(functools.partial(self._open_source, engine) for engine in instance.engines),
+        ]
+        if self.chance.random() < 0.3:
+            self.chance.shuffle(steps)
+        for step in steps:
+            step()
+
+    def _describe(self, instance: Instance | None = None) -> None:
+        instance = instance or self._instance()
+        if instance is None:
+            return
+        cards = [ModelCard(MODEL)] + [ModelCard(ADAPTER, True)] * instance.has_adapter
+        size = self.chance.choice([instance.size, instance.size, None, 2])
+        capacity = self.chance.choice([None, 4, 50])
+        instance.is_described = True
+        facts = InstanceFacts(tuple(cards), size, capacity, instance.ranks)
+        self.handle(InstanceDescribed(instance.id, facts))
+
+    def _probe(self, instance: Instance | None = None, is_healthy: bool | None = None) -> None:
+        instance = instance or self._instance()
+        if instance is None:
+            return
+        healthy = self.chance.random() < 0.5 if is_healthy is None else is_healthy
+        is_gone = not healthy and self.chance.random() < 0.5
+        instance.probed(healthy, is_gone)
+        self.handle(InstanceProbed(instance.id, healthy, is_gone))
+
+    def _remove(self) -> None:
+        instance = self._instance()
+        if instance is None:
+            return
+        late = [batch for e in instance.engines if e.link for batch in list(e.link.live)[:1]]
+        del self.instances[instance.id]
+        self.handle(InstanceRemoved(instance.id))
+        for batch in late:  # it was on its way
+            self.handle(batch)
+
+    # --- sources ----------------------------------------------------------------------------------
+
+    def _open_source(self, engine: Engine | None = None) -> None:
+        engine = engine or self._some_engine()
+        if engine is None or engine.link is not None:
+            return
+        instance = self.instances[engine.source.instance_id]
+        has_replay = self.chance.random() < 0.7
+        # A subscription takes effect some time after it was made, so the first batches pass it by.
+        engine.link = Link(has_replay, is_connected=self.chance.random() < 0.7)
+        told = self.chance.choice([engine.rank, None]) if not instance.ranks else engine.rank
+        self.handle(SourceOpened(engine.source, has_replay, told))
+
+    def _close_source(self) -> None:
+        found = self._some_link()
+        if found is None:
+            return
+        engine, link = found
+        engine.link = None
+        self.handle(SourceClosed(engine.source))
+        if link.live:
+            self.handle(link.live[0])  # it was on its way
+        if link.answers:
+            self.handle(link.answers[0])
+
+    def _deliver(self) -> None:
+        """Deliver the next live batch, or the next of a replay: they come on two connections."""
+        found = self._some_link()
+        if found is None:
+            return
+        _, link = found
+        for _ in range(self.chance.choice([1, 1, 4])):
+            self._deliver_next(link)
+
+    def _deliver_next(self, link: Link) -> None:
+        if link.answers and (not link.live or self.chance.random() < 0.6):
+            self.handle(link.answers.popleft())
+        elif link.live:
+            link.delivered.append(link.live.popleft())
+            self.handle(link.delivered[-1])
+
+    def _deliver_all(self) -> None:
+        for _ in range(3):
+            self._deliver()
+
+    def _drop(self) -> None:
+        """Lose the youngest batches under way, or any one of them."""
+        found = self._some_link()
+        if found is None or not found[1].live:
+            return
+        live = found[1].live
+        if self.chance.random() < 0.5:
+            live.clear()
+        else:
+            del live[self.chance.randrange(len(live))]
+
+    def _duplicate(self) -> None:
+        found = self._some_link()
+        if found is not None and found[1].delivered:
+            self.handle(self.chance.choice(found[1].delivered))
+
+    def _answer(self) -> None:
+        """Let a publisher answer the oldest replay asked of it, with what its buffer still has."""
+        found = self._some_link()
+        if found is None:
+            return
+        engine, link = found
+        if not link.asked or not link.is_connected:
+            return
+        asked = link.asked.popleft()
+        link.answers += [
+            replace(batch, replay_id=asked.replay_id)
+            for batch in engine.buffer
+            if batch.sequence >= asked.from_sequence
+        ]
+        link.answers.append(ReplayEnded(engine.source, asked.replay_id, is_complete=True))
+
+    def _answer_at_length(self) -> None:
+        self._answer()
+        self._deliver_all()
+
+    def _answer_badly(self) -> None:
+        """Leave a replay unanswered, say that it failed, or end it in its middle."""
+        found = self._some_link()
+        if found is None or not found[1].asked:
+            return
+        engine, link = found
+        asked = link.asked.popleft()
+        engine.has_lost = True
+        how = self.chance.randrange(3)
+        if how == 2:
+            first = [b for b in engine.buffer if b.sequence >= asked.from_sequence][:1]
+            link.answers += [replace(batch, replay_id=asked.replay_id) for batch in first]
+        if how:
+            link.answers.append(ReplayEnded(engine.source, asked.replay_id, is_complete=False))
+
+    def _disconnect(self) -> None:
+        found = self._some_link()
+        if found is not None:
+            found[0].disconnect(found[1])
+
+    def _reconnect(self) -> None:
+        found = self._some_link()
+        if found is not None and not found[1].is_connected:
+            found[1].is_connected = True
+            self.handle(SourceReconnected(found[0].source))
+
+    # --- engines ----------------------------------------------------------------------------------
+
+    def _tokens(self) -> Tokens:
+        """Return a prompt of one of three families, or of another that shares their beginning."""
+        family, tail = self.chance.randrange(3), self.chance.randrange(2)
+        length = self.chance.randrange(1, PROMPT_TOKENS_MAX)
+        shared = min(length, self.chance.choice([4, 9]))
+        return (family,) * shared + (10 + tail,) * (length - shared)
+
+    def _store(self) -> None:
+        engine = self._some_engine()
+        if engine is None:
+            return
+        chance = self.chance
+        engine.store(
+            self._tokens(),
+            lora=chance.choice([None, None, ADAPTER]),
+            tier=chance.choice([Tier.DEVICE] * 4 + [Tier.HOST]),
+            as_copy=chance.random() < 0.3,
+            alias=chance.choice([0, 0, 0, 1]),
+        )
+
+    def _evict(self) -> None:
+        engine = self._some_engine()
+        if engine is not None:
+            engine.evict(self.chance.randrange(1, 4))
+
+    def _clear(self) -> None:
+        engine = self._some_engine()
+        if engine is not None:
+            engine.clear()
+
+    def _restart(self) -> None:
+        """Restart an instance: all of its ranks."""
+        instance = self._instance()
+        if instance is not None:
+            for engine in instance.engines:
+                engine.restart()
+
+    def _speak_oddly(self) -> None:
+        """Publish what can't be used, or says nothing about reusable prefixes."""
+        engine = self._some_engine()
+        if engine is None:
+            return
+        odd: list[KvEvent] = [
+            BlocksUnreadable("not_msgpack"),
+            BlocksStored((1, 2), 12345, pack_tokens([1] * 4), 2, Tier.DEVICE),
+            BlocksStored((1, 2), None, pack_tokens([1] * 3), 2, Tier.DEVICE),
+            BlocksStored((1,), None, b"", 0, Tier.DEVICE),
+            BlocksStored((1,), None, pack_tokens([1] * 2), 2, Tier.POOL),
+            BlocksStored((1,), None, pack_tokens([1] * 2), 2, Tier.DEVICE, group=7),
+            BlocksStored(
+                (1,), None, pack_tokens([1] * 2), 2, Tier.DEVICE, group=1, is_full_attention=False
+            ),
+            BlocksRemoved((4, 5), Tier.DISK),
+            BlocksRemoved((4, 5), Tier.DEVICE, group=9),
+        ]
+        event = self.chance.choice(odd)
+        engine.has_lost = True
+        # A publisher whose first full-attention group is another one is believed, wrongly here.
+        engine.is_odd = engine.is_odd or (isinstance(event, BlocksStored) and event.group == 7)
+        engine.publish(event)
+
+    def _speak_of_others(self) -> None:
+        """Publish a batch under another rank: what was said before is void."""
+        engine = self._some_engine()
+        if engine is not None:
+            engine.is_odd = True
+            engine.publish(rank=self.chance.randrange(7))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        chance = self.chance
+        self.arrived += 1
+        model = chance.choice([MODEL] * 6 + [ADAPTER, "unknown"])
+        request = Request(
+            RequestId(f"r{self.arrived}"),
+            model,
+            self._prompt(model),
+            is_prompt_missing=chance.random() < 0.1,
+            session_key=chance.choice([None, "s", "t"]),
+            policy=chance.choice([None] * 5 + ["least_loaded", "session_hash", "unknown"]),
+        )
+        self.core.explain(request, self.now)
+        self.handle(RequestArrived(request))
+        assert (request.id in self.open) != (self.ended[request.id] == 1)
+
+    def _prompt(self, model: str) -> Prompt | None:
+        kind, tokens = self.chance.randrange(8), self._tokens()
+        if kind == 0:
+            return None
+        if kind == 1:
+            text = bytes(tokens) * 70
+            return Prompt(len(text) // 4, {TEXT_SPACE: hash_text(text)}, is_exact=False)
+        spaces = sorted(self.core.spaces(model), key=lambda s: (s.block_size_tokens, s[1] or ""))
+        known = [
+            space for space in spaces if space.block_size_tokens and self.chance.random() < 0.9
+        ]
+        return Prompt(len(tokens), {space: chain(space, tokens) for space in known})
+
+    def _some_request(self) -> tuple[RequestId, Open] | None:
+        return self.chance.choice(list(self.open.items())) if self.open else None
+
+    def _first_byte(self) -> None:
+        found = self._some_request()
+        if found is not None:
+            found[1].has_first_byte = True
+            self.handle(RequestFirstByte(found[0]))
+
+    def _fail(self) -> None:
+        found = self._some_request()
+        if found is None or found[1].has_first_byte:
+            return
+        request_id, opened = found
+        kind = self.chance.choice(list(FailureKind))
+        instance = self.instances.get(opened.holders[-1].instance_id)
+        if kind is FailureKind.UNREACHABLE and instance is not None:
+            instance.probed(is_healthy=False, is_gone=True)
+        attempts = len(opened.holders)
+        self.handle(RequestFailed(request_id, kind))
+        is_retried = request_id in self.open and len(opened.holders) == attempts + 1
+        assert is_retried != (self.ended[request_id] == 1)
+
+    def _finish(self) -> None:
+        found = self._some_request()
+        if found is None:
+            return
+        del self.open[found[0]]
+        self.ended[found[0]] += 1
+        self.handle(RequestFinished(found[0], self.chance.choice(list(Outcome))))
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _pass_time(self) -> None:
+        self.now += self.chance.choice([0.001, 0.6, 1.5, 12.0, 65.0])
+        self._lose_replays()
+        if self.wake_at is not None and self.wake_at <= self.now:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self.wake_at is not None and self.wake_at > self.now:
+            self.now = self.wake_at
+            self._lose_replays()
+        self.wake_at = None
+        self.handle(WakeUp())
+
+    def _lose_replays(self) -> None:
+        """Note that replays under way may have come to their time-out."""
+        for instance in self.instances.values():
+            for engine in instance.engines:
+                if engine.link is not None and (engine.link.asked or engine.link.answers):
+                    engine.has_lost = True
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """End all requests and all faults, and let everybody say what is left to say."""
+        while self.open:
+            self._finish()
+        for engine in [e for i in self.instances.values() for e in i.engines]:
+            if engine.link is None:
+                continue
+            if not engine.link.is_connected:
+                engine.link.is_connected = True
+                self.handle(SourceReconnected(engine.source))
+            if not engine.link.has_replay:
+                engine.publish()  # without replay only a next batch tells that one was lost
+        until = self.now + HEALED_S
+        self._settle()
+        while self.wake_at is not None and self.wake_at < until:
+            self._wake()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Deliver all that is under way and answer all replays, until nothing is left."""
+        for _ in range(50):
+            busy = False
+            for instance in self.instances.values():
+                for engine in instance.engines:
+                    busy = self._settle_one(engine) or busy
+            if not busy:
+                return
+        raise AssertionError("the core asks for replays without end")
+
+    def _settle_one(self, engine: Engine) -> bool:
+        link = engine.link
+        if link is None or not (link.live or link.asked or link.answers):
+            return False
+        while link.live:
+            self.handle(link.live.popleft())
+        while link.answers:
+            self.handle(link.answers.popleft())
+        asks, link.asked = link.asked, deque()
+        for asked in asks:
+            for batch in list(engine.buffer):
+                if batch.sequence >= asked.from_sequence:
+                    self.handle(replace(batch, replay_id=asked.replay_id))
+            self.handle(ReplayEnded(engine.source, asked.replay_id, is_complete=True))
+        return True
+
+    def check_ended(self) -> None:
+        """Check that each request ended exactly once, and that nothing is left of any."""
+        self.now += FORGOTTEN_S
+        self._wake()
+        ids = {RequestId(f"r{number + 1}") for number in range(self.arrived)}
+        assert dict(self.ended) == dict.fromkeys(ids, 1)
+        assert self.core.requests == {}
+        assert self.core.loads.loads == {}
+        assert self.core.index._predicted_masks == {}
+        for instance in self.core.fleet:
+            assert instance.trial is None
+
+    def check_converged(self) -> None:
+        """Check that the index of each holder that is EXACT is what its engines hold."""
+        for holder in self.core.index.holders:
+            engines = self._speaking_for(holder)
+            if self.core.sources.trust(holder) is not Trust.EXACT or any(e.is_odd for e in engines):
+                continue
+            truth = set[tuple[Tier, BlockHash]]().union(*(engine.held() for engine in engines))
+            known = {
+                (tier, block)
+                for _, state in self.core.sources
+                if state.ledger.holder == holder
+                for tier, block in state.ledger.held()
+            }
+            device = {block for tier, block in truth if tier is Tier.DEVICE}
+            assert {block for tier, block in known if tier is Tier.DEVICE} == device, holder
+            # A clear makes a source exact again though copies on the host may have been missed.
+            assert known <= truth, holder
+            self.converged = True
+
+    def check_trusted(self) -> None:
+        """Check that a source of which nothing was lost for good is EXACT."""
+        for source, state in self.core.sources:
+            engine = self._engine(source)
+            is_sure = state.feed.has_replay and engine.buffer_batches == BUFFER_BATCHES
+            if is_sure and not engine.has_lost and self.limits.index_blocks_max >= 1000:
+                assert state.feed.trust is Trust.EXACT, source
+
+    def _speaking_for(self, holder: Holder) -> list[Engine]:
+        return [
+            self._engine(source)
+            for source, state in self.core.sources
+            if state.ledger.holder == holder
+        ]
+
+    converged = False
+    """Whether some holder was EXACT at the end, so that the comparison meant something."""
+
+
+def make_core(policy: str, seed: int, limits: RouterLimits) -> RouterCore:
+    others = [make_policy("least_loaded"), make_policy("session_hash")]
+    return RouterCore(make_policy(policy), random.Random(seed).randrange, limits, others)

@@ -1,0 +1,78 @@
+"""The checks that simulation runs after each step find what they are for."""
+
+from collections.abc import Callable
+
+import pytest
+
+from moongate.router import Holder, RouterCore, SourceOpened, Tier
+from moongate.router.invariants import check
+from moongate.router.model import InstanceId, RequestId
+
+from .builders import SOURCE_A, A, arrived, batch, chain, feed, make_core, stored
+
+HA, ELSEWHERE = Holder(A), Holder(InstanceId("elsewhere"))
+R = RequestId("r")
+
+
+def make_busy_core() -> RouterCore:
+    """Return a core with one instance, one source, one confirmed block and one open request."""
+    core = make_core(A)
+    feed(core, SourceOpened(SOURCE_A, has_replay=False), arrived("r", 1, 2, 3, 4, 5))
+    feed(core, batch(0, stored(71, tokens=[1, 2]), stored(72, tokens=[1, 2])))
+    return core
+
+
+def test_all_holds_for_a_core_in_use() -> None:
+    check(make_busy_core())
+
+
+def _hold_for_a_stranger(core: RouterCore) -> None:
+    core.index.add_holder(ELSEWHERE)
+
+
+def _forget_an_instance(core: RouterCore) -> None:
+    core.fleet.remove(A)
+
+
+def _lose_a_reservation(core: RouterCore) -> None:
+    core.loads.release(R)
+
+
+def _miscount_a_load(core: RouterCore) -> None:
+    core.loads.loads[HA].active_requests += 1
+
+
+def _try_one_instance_twice(core: RouterCore) -> None:
+    core.requests[R].tried.append(A)
+
+
+def _try_too_often(core: RouterCore) -> None:
+    core.requests[R].attempt = 3
+
+
+def _hold_what_nobody_announced(core: RouterCore) -> None:
+    core.index.store(HA, Tier.DEVICE, chain(8, 9)[0])
+
+
+def _count_an_announcement_twice(core: RouterCore) -> None:
+    core.index.store(HA, Tier.DEVICE, chain(1, 2)[0])
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _hold_for_a_stranger,
+        _forget_an_instance,
+        _lose_a_reservation,
+        _miscount_a_load,
+        _try_one_instance_twice,
+        _try_too_often,
+        _hold_what_nobody_announced,
+        _count_an_announcement_twice,
+    ],
+)
+def test_what_is_wrong_is_found(break_it: Callable[[RouterCore], None]) -> None:
+    core = make_busy_core()
+    break_it(core)
+    with pytest.raises(AssertionError):
+        check(core)

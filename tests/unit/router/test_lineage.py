@@ -1,0 +1,71 @@
+"""Which request continues which, told by the blocks alone."""
+
+from moongate.router.lineage import Lineage, Lineages
+from moongate.router.model import BlockHash
+
+H = [BlockHash(bytes([n])) for n in range(9)]
+
+
+def forward(lineages: Lineages, chain: list[BlockHash], shared_blocks: int = 0) -> Lineage:
+    """Find a prompt's lineage and note it, as the router does; return what was found."""
+    lineage = lineages.find(chain, shared_blocks)
+    lineages.note(chain, lineage, shared_blocks)
+    return lineage
+
+
+def test_an_unknown_prompt_continues_nothing() -> None:
+    assert forward(Lineages(), H[:3]) == Lineage(history_blocks=0, departures=0)
+
+
+def test_the_next_turn_continues_the_one_before_up_to_its_tail() -> None:
+    lineages = Lineages()
+    forward(lineages, H[:3])
+    assert forward(lineages, H[:5]) == Lineage(history_blocks=3, departures=0)
+    assert forward(lineages, H[:6]) == Lineage(history_blocks=5, departures=0)
+
+
+def test_a_fork_departs_where_another_turn_went_on() -> None:
+    lineages = Lineages()
+    forward(lineages, H[:3])
+    forward(lineages, H[:4])
+    assert forward(lineages, [*H[:3], H[8]]) == Lineage(history_blocks=3, departures=1)
+
+
+def test_a_prompt_sent_again_continues_all_of_itself() -> None:
+    lineages = Lineages()
+    forward(lineages, H[:3])
+    assert forward(lineages, H[:3]) == Lineage(history_blocks=3, departures=0)
+    assert forward(lineages, H[:3]) == Lineage(history_blocks=3, departures=1)
+
+
+def test_sessions_that_share_a_beginning_are_counted_at_its_end() -> None:
+    lineages = Lineages()
+    forward(lineages, [*H[:2], H[5]])
+    assert forward(lineages, [*H[:2], H[6]], shared_blocks=2) == Lineage(0, departures=0)
+    assert forward(lineages, [*H[:2], H[7]], shared_blocks=2) == Lineage(0, departures=1)
+    assert forward(lineages, [*H[:2], H[8]], shared_blocks=2) == Lineage(0, departures=2)
+
+
+def test_a_prompt_without_blocks_is_not_remembered() -> None:
+    lineages = Lineages()
+    assert forward(lineages, []) == Lineage()
+    assert len(lineages) == 0
+
+
+def test_past_the_limit_the_tail_used_least_recently_is_forgotten() -> None:
+    lineages = Lineages(tails_max=2)
+    forward(lineages, [H[0]])
+    forward(lineages, [H[1]])
+    forward(lineages, [H[0]])
+    forward(lineages, [H[2]])
+    assert len(lineages) == 2
+    assert lineages.find([H[1], H[5]], 0) == Lineage()
+    assert lineages.find([H[0], H[5]], 0) == Lineage(1, departures=1)
+
+
+def test_past_the_limit_the_departure_used_least_recently_is_forgotten() -> None:
+    lineages = Lineages(tails_max=1)
+    forward(lineages, [H[0], H[4]], shared_blocks=1)
+    forward(lineages, [H[1], H[5]], shared_blocks=1)
+    assert lineages.find([H[0], H[6]], 1) == Lineage(0, departures=0)
+    assert lineages.find([H[1], H[6]], 1) == Lineage(0, departures=1)
