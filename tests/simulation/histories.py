@@ -644,7 +644,7 @@ class History:
         """Publish a batch under another rank: what was said before is void."""
         engine = self._some_engine()
         if engine is not None:
-            engine.is_odd = True
+            engine.is_odd = engine.has_lost = True
             engine.publish(rank=self.chance.randrange(7))
 
     # --- requests ---------------------------------------------------------------------------------
