@@ -263,10 +263,12 @@ class PromptPipeline:
 
     async def _read(self, route: Route, body: Body) -> ReadPrompt:
         assert body.model is not None
-        if self._mode == "off":
-            return ReadPrompt(_text_prompt(route, body))
         known = self._models.get(body.model, _Model())
         try:
+            if _has_given_ids(route, body):
+                return ReadPrompt(await self._read_given_ids(route, body))
+            if self._mode == "off":
+                return ReadPrompt(_text_prompt(route, body))
             if known.renderer is not None:
                 return ReadPrompt(await self._read_here(route, body, known.renderer))
             if known.has_remote:
@@ -281,6 +283,13 @@ class PromptPipeline:
         except EngineCallFailed:
             reason = "tokenize_call"
         return ReadPrompt(_text_prompt(route, body), reason)
+
+    async def _read_given_ids(self, route: Route, body: Body) -> Prompt:
+        """Raises: RenderError."""
+        prompt = _prompt_fields(route, body.fields)["prompt"]
+        return await self._in_thread(
+            _make_prompt, _ids_of(prompt), self._exact_spaces(body), _salt(body)
+        )
 
     async def _read_here(self, route: Route, body: Body, renderer: ModelRenderer) -> Prompt:
         """Raises: TimeoutError, RenderError."""
@@ -319,9 +328,6 @@ class PromptPipeline:
         return [space for space in self._spaces(body.model) if space != TEXT_SPACE]
 
     async def _ask_engine(self, model: str, fields: Mapping[str, Any]) -> Sequence[int]:
-        prompt = fields.get("prompt")
-        if isinstance(prompt, list):
-            return _ids_of(prompt)
         if any(fields.get(name) is not None for name in REMOTE_UNKNOWN_FIELDS):
             raise PromptUnsupported("remote_fields")
         api = self._remote(model)
@@ -357,8 +363,7 @@ def _token_ids(renderer: ModelRenderer, fields: Mapping[str, Any]) -> list[int]:
     if "messages" in fields:
         return renderer.chat_token_ids(fields)
     prompt = fields["prompt"]
-    if not isinstance(prompt, str):
-        return _ids_of(prompt)
+    assert isinstance(prompt, str), "given ids need no tokenizer"
     if fields.get("truncate_prompt_tokens") is not None:
         raise PromptUnsupported("truncation")
     special = fields.get("add_special_tokens", True) is True
@@ -388,6 +393,16 @@ def _prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]
     if not isinstance(prompt, str | list) or not prompt:
         raise PromptUnsupported("prompt_form")
     return {**fields, "prompt": prompt}
+
+
+def _has_given_ids(route: Route, body: Body) -> bool:
+    """Tell whether the prompt is token ids already, so that no tokenizer is needed."""
+    if route.kind is not PromptKind.COMPLETION:
+        return False
+    prompt = body.fields.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
 def _ids_of(prompt: Sequence[Any]) -> list[int]:
