@@ -208,7 +208,10 @@ def _explain(options: argparse.Namespace) -> int:
         return _fail(f"{options.url}: {error}")
     if answer.status_code != httpx.codes.OK:
         return _fail(f"{options.url} answered {answer.status_code}: {answer.text}")
-    print(json.dumps(answer.json(), indent=2))
+    try:
+        print(json.dumps(answer.json(), indent=2))
+    except ValueError:
+        return _fail(f"{options.url} is no gateway: its answer is not JSON")
     return EXIT_OK
 
 
@@ -256,9 +259,15 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-replay-port", type=_port, default=6601, help="(default: 6601)")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu", help="(default: gpu)")
     parser.add_argument(
-        "--block-size", type=_count, help="tokens a block; a multiple of 32 on a CPU"
+        "--block-size",
+        type=_count,
+        help="tokens a block; on a CPU a multiple of 32 (default: vLLM's)",
     )
-    parser.add_argument("--max-model-len", type=_count, help="longest prompt and answer, tokens")
+    parser.add_argument(
+        "--max-model-len",
+        type=_count,
+        help="longest prompt and answer together, in tokens (default: the model's)",
+    )
     parser.add_argument("--dtype", help="such as float32 (default: the model's own)")
     parser.add_argument(
         "--python", default=sys.executable, help="interpreter that has vLLM (default: this one)"

@@ -27,14 +27,22 @@ class TemplateRefused(ValueError):
     """The template itself rejects the conversation (`raise_exception`), or can't take it."""
 
 
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+"""What a template, being a program, may come to. The engine answers 400 to all of it."""
+
+
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; for rendering it is transparent."""
+    """`{% generation %}` marks assistant text for training; for rendering it is but a scope."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance attribute
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[ast.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> ast.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return ast.Scope(body, lineno=line)
 
 
 def _raise_exception(message: str) -> None:
@@ -84,43 +92,50 @@ class ChatTemplate:
         environment = _make_environment()
         self._compiled = environment.from_string(source)
         self.source = source
-        self.content_format: ContentFormat = (
-            "openai" if _loops_over_content(environment.parse(source)) else "string"
-        )
+        self.content_format = _find_content_format(environment.parse(source))
         self.knows_developer = '"developer"' in source or "'developer'" in source
 
     def render(self, variables: dict[str, Any]) -> str:
         """Raises: TemplateRefused."""
         try:
             return self._compiled.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise TemplateRefused(str(error)) from error
 
 
 # --- content format -------------------------------------------------------------------------------
 
 
-def _loops_over_content(root: ast.Template) -> bool:
-    """Tell whether the template iterates over the parts of a message's content.
+class _Untraceable(Exception):
+    """What is followed goes into anything but a plain variable; the engine gives up there too."""
 
-    It does if a loop runs over `message.content` of a loop variable over the messages, over a macro
+
+def _find_content_format(root: ast.Template) -> ContentFormat:
+    try:
+        loop = next(_content_loops(root), None)
+        return "string" if loop is None or not _name_of(loop.target) else "openai"
+    except _Untraceable:
+        return "string"
+
+
+def _content_loops(root: ast.Template) -> Iterator[ast.For]:
+    """Iterate over the loops that run over the parts of a message's content.
+
+    Such a loop runs over `message.content` of a loop variable over the messages, over a macro
     parameter to which that is passed, or, outside macros, over a variable called `content`.
+    Raises: _Untraceable.
     """
     messages = set(_message_variables(root))
-    in_macros: set[int] = set()
+    in_macros: dict[int, set[str]] = {}
     for macro in root.find_all(ast.Macro):
         fed = _content_parameters(root, macro, messages)
         for loop in macro.find_all(ast.For):
-            in_macros.add(id(loop))
-            if isinstance(loop.iter, ast.Name) and loop.iter.name in fed:
-                return True
+            in_macros[id(loop)] = fed or in_macros.get(id(loop), set())
     for loop in root.find_all(ast.For):
-        if any(_is_content_of(loop.iter, name) for name in messages):
-            return True
-        is_called_content = isinstance(loop.iter, ast.Name) and loop.iter.name == "content"
-        if is_called_content and id(loop) not in in_macros:
-            return True
-    return False
+        names = in_macros.get(id(loop), {"content"})
+        is_of_message = any(_is_content_of(loop.iter, message) for message in messages)
+        if is_of_message or (isinstance(loop.iter, ast.Name) and loop.iter.name in names):
+            yield loop
 
 
 def _message_variables(root: ast.Template) -> Iterator[str]:
@@ -128,17 +143,22 @@ def _message_variables(root: ast.Template) -> Iterator[str]:
     aliases = {"messages"}
     while True:
         more = {
-            assignment.target.name
+            _name_of(assignment.target)
             for assignment in root.find_all(ast.Assign)
-            if isinstance(assignment.target, ast.Name)
-            and any(_is_variable(assignment.node, alias) for alias in aliases)
+            if any(_is_variable(assignment.node, alias) for alias in aliases)
         }
         if more <= aliases:
             break
         aliases |= more
     for loop in root.find_all(ast.For):
-        if isinstance(loop.target, ast.Name) and any(_is_variable(loop.iter, a) for a in aliases):
-            yield loop.target.name
+        if any(_is_variable(loop.iter, alias) for alias in aliases):
+            yield _name_of(loop.target)
+
+
+def _name_of(target: ast.Node) -> str:
+    if not isinstance(target, ast.Name):
+        raise _Untraceable
+    return target.name
 
 
 def _content_parameters(root: ast.Template, macro: ast.Macro, messages: set[str]) -> set[str]:

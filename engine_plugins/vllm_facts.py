@@ -86,7 +86,7 @@ def read_cache_facts(metrics: str) -> CacheFacts:
 
 
 def _positive(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 
 
 def read_publishers(answer: object, instance_url: str) -> tuple[Publisher, ...]:
@@ -99,7 +99,7 @@ def read_publishers(answer: object, instance_url: str) -> tuple[Publisher, ...]:
         raise FactsError("/kv_event_sources: expected an object by rank")
     publishers: list[Publisher] = []
     for rank, config in answer.items():
-        if not isinstance(config, dict) or not str(rank).isdigit():
+        if not isinstance(config, dict) or not str(rank).isdecimal():
             raise FactsError("/kv_event_sources: expected a publisher's configuration by rank")
         publisher = _read_publisher(int(rank), config, instance_url)
         if publisher is not None:
@@ -132,7 +132,7 @@ def connectable(endpoint: str, instance_url: str) -> str:
     if not endpoint.startswith("tcp://"):
         raise FactsError(f"KV events at {endpoint}: only tcp:// and ipc:// can be subscribed to")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise FactsError(f"KV events at {endpoint}: expected tcp://host:port with a fixed port")
     if host in ("*", "0.0.0.0", "::", "[::]"):
         host = urlsplit(instance_url).hostname or "127.0.0.1"
@@ -151,4 +151,6 @@ def offset_port(endpoint: str, rank: int) -> str:
     if not endpoint.startswith("tcp://"):
         raise FactsError(f"KV events at {endpoint}: several ranks need tcp:// addresses")
     host, _, port = endpoint.rpartition(":")
+    if int(port) + rank > 65_535:
+        raise FactsError(f"KV events at {endpoint}: rank {rank} would have no port")
     return f"{host}:{int(port) + rank}"

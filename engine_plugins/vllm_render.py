@@ -12,7 +12,7 @@ Source: vLLM 0.32 `renderers/chat_utils.py`, `renderers/hf.py`, `renderers/onlin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +279,9 @@ def _message(message: object, template: ChatTemplate) -> Message:
     role: str = message["role"]
     parts = _content_parts(message.get("content"), role)
     content: Any = parts
-    if template.content_format == "string" or role == "tool":
+    if template.content_format == "string":
+        content = "\n".join(part["text"] for part in parts if part["text"])
+    elif role == "tool":
         # Templates take a tool's result as one text, whatever they do with other content.
         content = "\n".join(part["text"] for part in parts)
     rendered: Message = {"role": role, "content": content}
@@ -292,6 +294,9 @@ def _message(message: object, template: ChatTemplate) -> Message:
             rendered[name] = message[name]
     if role == "developer":
         rendered["tools"] = message.get("tools")
+        if rendered["tools"] is not None and template.knows_developer:
+            # Their fields' order depends on which of its models the engine finds to fit best.
+            raise PromptUnsupported("developer_tools")
     return rendered
 
 
@@ -302,11 +307,19 @@ def _content_parts(content: object, role: str) -> list[dict[str, Any]]:
         content = [content]
     if not isinstance(content, list):
         raise PromptRefused("content: expected a text or a list of parts")
-    parts = [part for part in map(_text_part, content) if part is not None]
-    return list(_without_billing_header(parts)) if role == "system" else parts
+    if role == "system":
+        content = _without_billing_header(content)
+    return [part for part in map(_text_part, content) if part is not None]
 
 
-_PART_FIELDS = frozenset({"type", "text", "refusal", "thinking", "closed", "uuid", "annotations"})
+_PART_FIELDS = frozenset(
+    {
+        *("type", "text", "refusal", "thinking", "closed", "uuid", "name", "data", "file"),
+        *("prompt_cache_breakpoint", "input_audio", "audio_url", "audio_embeds"),
+        *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
+    }
+)
+"""What the engine knows of parts; other fields stay on a part, for templates that take parts."""
 
 
 def _text_part(part: object) -> dict[str, Any] | None:
@@ -326,14 +339,17 @@ def _text_part(part: object) -> dict[str, Any] | None:
     return {"type": "text", "text": text, **extra}
 
 
-def _without_billing_header(parts: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+def _without_billing_header(parts: Iterable[object]) -> Iterator[object]:
+    """Iterate over a system message's parts; only plain text is looked at, as in the engine."""
     for part in parts:
-        if not part["text"].startswith(BILLING_HEADER):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if isinstance(part, dict) and is_text else part
+        if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
             yield part
             continue
-        rest = part["text"].partition("\n")[2]
+        rest = text.partition("\n")[2]
         if rest:
-            yield {**part, "text": rest}
+            yield {**part, "text": rest} if isinstance(part, dict) else rest
 
 
 def _add_assistant_fields(rendered: Message, message: Mapping[str, Any]) -> None:
@@ -355,7 +371,15 @@ def _tool_call(call: object) -> dict[str, Any]:
         raise PromptRefused("tool_calls: expected function calls")
     if call.get("type", "function") != "function":
         raise PromptRefused("tool_calls: only calls of type function are known")
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    parsed = {**function, "arguments": _arguments(function.get("arguments"))}
+    # The engine's models put the fields they know in their own order, and templates may print them.
+    ordered = _in_order(parsed, ("arguments", "name"))
+    return _in_order({**call, "function": ordered}, ("id", "function", "type"))
+
+
+def _in_order(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    first = {name: fields[name] for name in names if name in fields}
+    return {**first, **{key: value for key, value in fields.items() if key not in first}}
 
 
 def _arguments(arguments: object) -> dict[str, Any]:
@@ -365,6 +389,8 @@ def _arguments(arguments: object) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except json.JSONDecodeError:
             return {}
+        except (ValueError, RecursionError) as error:  # a number or a nesting without end
+            raise PromptRefused("tool_calls: arguments that can't be read") from error
     return arguments if isinstance(arguments, dict) else {}
 
 

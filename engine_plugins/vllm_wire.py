@@ -131,7 +131,7 @@ def decode_batch(source: SourceId, frame: Frame, replay_id: int | None = None) -
 def _decode_payload(payload: bytes) -> tuple[tuple[KvEvent, ...], int | None]:
     try:
         batch = _decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise WireError("payload", str(error)) from error
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
         raise WireError("batch_shape", "expected [timestamp, events, rank]")
@@ -191,7 +191,7 @@ def _decode_stored(fields: Mapping[str, Any]) -> BlocksStored | None:
         lora_name=lora_name,
         extra_keys=_extra_keys(fields.get("extra_keys"), lora_name),
         group=_group(fields),
-        is_full_attention=fields.get("kv_cache_spec_kind") in FULL_ATTENTION_KINDS,
+        is_full_attention=_is_full_attention(fields.get("kv_cache_spec_kind")),
     )
 
 
@@ -212,6 +212,12 @@ def _is_engine_hash(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_full_attention(kind: object) -> bool:
+    if kind is not None and not isinstance(kind, str):
+        raise WireError("kv_cache_spec_kind", f"expected a text, got {type(kind).__name__}")
+    return kind in FULL_ATTENTION_KINDS
 
 
 def _group(fields: Mapping[str, Any]) -> int:
@@ -277,6 +283,7 @@ def _untag_key(key: object) -> object:
     """Return an extra key in the untagged form, in which vLLM 0.32 publishes it."""
     if not isinstance(key, list):
         return key
-    if len(key) > 1 and key[0] in _EXTRA_KEY_TAGS and (key[0] != "mm" or len(key) == 3):
-        return tuple(key[1:]) if key[0] == "mm" else key[1]
+    tag = key[0] if key and isinstance(key[0], str) else None
+    if len(key) > 1 and tag in _EXTRA_KEY_TAGS and (tag != "mm" or len(key) == 3):
+        return tuple(key[1:]) if tag == "mm" else key[1]
     return tuple(key)

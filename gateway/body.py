@@ -89,7 +89,9 @@ def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
 
 def _refuse_duplicates(raw: bytes) -> None:
     """Refuse a key given twice that decides where a request goes: parsers differ in which counts."""
-    if all(raw.count(b'"%s"' % key.encode()) < 2 for key in _UNIQUE_KEYS):
+    # A key may be spelled with escapes, though nobody honest writes letters so.
+    is_escaped = b"\\u006" in raw or b"\\u007" in raw
+    if not is_escaped and all(raw.count(b'"%s"' % key.encode()) < 2 for key in _UNIQUE_KEYS):
         return
     top: list[tuple[str, Any]] = []
 
@@ -97,7 +99,10 @@ def _refuse_duplicates(raw: bytes) -> None:
         top[:] = pairs  # the outermost object is the last to be complete
         return {}
 
-    json.loads(raw, object_pairs_hook=note)
+    try:
+        json.loads(raw, object_pairs_hook=note)
+    except RecursionError as too_deep:
+        raise _bad("the body is nested too deeply") from too_deep
     for key in _UNIQUE_KEYS:
         if sum(name == key for name, _ in top) > 1:
             raise _bad(f"{key}: given twice", key)
@@ -129,13 +134,18 @@ def find_session_key(
         user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
         candidates = (body.fields.get("prompt_cache_key"), user_id)
         key = next((c for c in candidates if isinstance(c, str) and c), None)
-    return key[:SESSION_KEY_CHARS_MAX] if key is not None else None
+    return _as_key(key) if key is not None else None
 
 
 def find_user(body: Body) -> str | None:
     """Return the `user` field: one user may run many sessions, so it only breaks ties."""
     user = body.fields.get("user")
-    return user[:SESSION_KEY_CHARS_MAX] if isinstance(user, str) and user else None
+    return _as_key(user) if isinstance(user, str) and user else None
+
+
+def _as_key(text: str) -> str:
+    """Return a text that can be hashed: cut, and without the lone surrogates of lenient bodies."""
+    return text[:SESSION_KEY_CHARS_MAX].encode("utf-8", "backslashreplace").decode()
 
 
 def _bad(message: str, param: str | None = None) -> GatewayError:

@@ -13,6 +13,7 @@ from moongate.engine_plugins.vllm_facts import (
     CacheFacts,
     FactsError,
     Publisher,
+    connectable,
     offset_port,
     read_cache_facts,
     read_models,
@@ -82,9 +83,9 @@ async def _find_publishers(link: Link) -> tuple[Publisher, ...]:
         return tuple(
             Publisher(
                 rank=rank,
-                endpoint=offset_port(settings.kv_events, rank),
+                endpoint=offset_port(connectable(settings.kv_events, settings.url), rank),
                 replay_endpoint=(
-                    offset_port(settings.kv_replay, rank)
+                    offset_port(connectable(settings.kv_replay, settings.url), rank)
                     if settings.kv_replay is not None
                     else None
                 ),

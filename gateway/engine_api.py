@@ -6,6 +6,7 @@ proof that nothing listens there, from silence, which is none.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,10 +35,10 @@ class EngineApi:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key is not None else {}
+        self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(
             base_url=url,
             headers=headers,
-            timeout=timeout_s,
             transport=transport,
             trust_env=False,
             # Few calls, seconds apart: a kept connection would mostly be one that has gone stale.
@@ -58,7 +59,11 @@ class EngineApi:
 
     async def tokenize(self, body: Mapping[str, Any], timeout_s: float | None = None) -> list[int]:
         """Return the token ids of `/tokenize` for a prompt or messages. Raises: EngineCallFailed."""
-        answer = await self._call("POST", "/tokenize", orjson.dumps(body), timeout_s)
+        try:
+            content = orjson.dumps(body)
+        except orjson.JSONEncodeError as error:  # nested more deeply than it writes
+            raise EngineCallFailed(f"/tokenize: {error}") from error
+        answer = await self._call("POST", "/tokenize", content, timeout_s)
         value = _parse("/tokenize", answer.content)
         tokens = value.get("tokens") if isinstance(value, dict) else None
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
@@ -72,12 +77,14 @@ class EngineApi:
         self, method: str, path: str, content: bytes | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
         headers = {"content-type": "application/json"} if content is not None else None
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            answer = await self._client.request(
-                method, path, content=content, headers=headers, timeout=timeout
-            )
-        except (httpx.ConnectTimeout, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            # The client's own time limit starts anew with each piece of the answer.
+            async with asyncio.timeout(timeout_s):
+                answer = await self._client.request(
+                    method, path, content=content, headers=headers, timeout=timeout_s
+                )
+        except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineCallFailed(f"{path}: no answer in time") from error
         except httpx.HTTPError as error:
             is_gone = isinstance(error, httpx.ConnectError | httpx.ReadError)

@@ -6,9 +6,9 @@ each side frames its own. A client's credentials go to an engine only where the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
-RawHeaders = Iterable[tuple[bytes, bytes]]
+RawHeaders = Collection[tuple[bytes, bytes]]
 
 HOP_BY_HOP = frozenset(
     {

@@ -31,7 +31,7 @@ from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.routes import Route
 from moongate.gateway.settings import Settings
-from moongate.gateway.sse import EventSplitter
+from moongate.gateway.sse import EventSplitter, ends_stream
 from moongate.gateway.upstream import (
     Disconnected,
     TimedOut,
@@ -406,7 +406,7 @@ class _Exchange:
                 if ready:
                     usage.feed(ready)
                     await self._send_chunk(ready, more=True)
-                if b"data: [DONE]" in ready:
+                if ends_stream(ready):
                     limit_s = END_OF_STREAM_S
                 chunk = await asyncio.wait_for(anext(opened.chunks, b""), limit_s)
         except TimeoutError:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,10 +132,29 @@ class _Effort:
 
 @dataclass(slots=True)
 class _Model:
-    """How a model's prompts are tokenised. Without a renderer: remotely."""
+    """How a model's prompts are tokenised, and what each instance's probe said of the renderer."""
 
-    renderer: ModelRenderer | None = None
+    loaded: ModelRenderer | None = None
+    agree: set[EngineApi] = field(default_factory=set)
+    contradict: set[EngineApi] = field(default_factory=set)
     has_remote: bool = False
+
+    @property
+    def renderer(self) -> ModelRenderer | None:
+        """Return the renderer if it has been shown to be right, and by nobody to be wrong."""
+        return self.loaded if self.agree and not self.contradict else None
+
+    def note_renderer(self, renderer: ModelRenderer) -> None:
+        if renderer is not self.loaded:
+            self.loaded = renderer
+            self.agree.clear()
+            self.contradict.clear()
+
+    def note_verdict(self, api: EngineApi, agrees: bool | None) -> None:
+        self.agree.discard(api)
+        self.contradict.discard(api)
+        if agrees is not None:
+            (self.agree if agrees else self.contradict).add(api)
 
 
 class PromptPipeline:
@@ -176,26 +195,29 @@ class PromptPipeline:
     async def learn(self, model: str, root: str | None, api: EngineApi) -> str:
         """Find out how an instance's model is tokenised: `local`, `remote` or `none`.
 
-        Called for each instance that serves it. One that contradicts the local tokenizer ends local
-        tokenising for the model: better asked than wrong.
+        Called for each instance that serves it. While one contradicts the local tokenizer nothing
+        of the model is tokenised locally: better asked than wrong. One that can't be asked now
+        changes nothing.
         """
         if self._mode == "off":
             return "none"
-        renderer = None if self._mode == "remote" else await self._load(self._path or root)
-        known = self._models.get(model, _Model())
-        has_remote = known.has_remote
-        if renderer is not None or self._mode in ("auto", "remote"):
+        known = self._models.setdefault(model, _Model())
+        loaded = None if self._mode == "remote" else await self._load(self._path or root)
+        if loaded is not None:
+            known.note_renderer(loaded)
+        if known.loaded is not None or self._mode in ("auto", "remote"):
+            renderer = known.loaded
             agrees, answers = await self._probe(model, renderer, api)
-            has_remote = (has_remote or answers) and self._mode in ("auto", "remote")
-            if renderer is not None and not agrees:
+            known.has_remote |= answers and self._mode in ("auto", "remote")
+            if renderer is known.loaded:
+                known.note_verdict(api, agrees)
+            if agrees is False:
                 logger.warning(
                     "model %s: the tokenizer in %s gives other ids than the engine",
                     model,
                     self._path or root,
                 )
-                renderer = None
-        self._models[model] = _Model(renderer, has_remote)
-        return "local" if renderer is not None else "remote" if has_remote else "none"
+        return "local" if known.renderer is not None else "remote" if known.has_remote else "none"
 
     async def _load(self, directory: str | None) -> ModelRenderer | None:
         if directory is None:
@@ -215,8 +237,11 @@ class PromptPipeline:
 
     async def _probe(
         self, model: str, renderer: ModelRenderer | None, api: EngineApi
-    ) -> tuple[bool, bool]:
-        """Return whether local and engine ids agree, and whether the engine tokenises at all."""
+    ) -> tuple[bool | None, bool]:
+        """Return whether local and engine ids agree, and whether the engine tokenises at all.
+
+        None: there was nothing to compare.
+        """
         compared = answered = 0
         for body in PROBE_BODIES:
             try:
@@ -224,7 +249,7 @@ class PromptPipeline:
             except EngineCallFailed as error:
                 if error.status is not None and error.status < 500 and error.status != 404:
                     continue  # refused: a template without tools, say; the engine refuses it always
-                return False, answered > 0
+                return None, answered > 0
             answered += 1
             if renderer is None:
                 continue
@@ -235,7 +260,7 @@ class PromptPipeline:
             if ours != theirs:
                 return False, True
             compared += 1
-        return compared > 0, answered > 0
+        return True if compared > 0 else None, answered > 0
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -247,7 +272,7 @@ class PromptPipeline:
 
         Raises: GatewayError (503) when too many wait already.
         """
-        if route.kind is PromptKind.NONE or _skips_cache(body.fields):
+        if route.kind is PromptKind.NONE or _skips_cache(route, body.fields):
             return ReadPrompt(None)
         if body.is_lenient:
             return ReadPrompt(None, "lenient_body")
@@ -334,6 +359,8 @@ class PromptPipeline:
         if api is None:
             raise PromptUnsupported("no_tokenizer")
         body = {name: fields[name] for name in REMOTE_FIELDS if name in fields}
+        if "messages" in body:
+            body["messages"] = [_with_reasoning_name(message) for message in body["messages"]]
         return await api.tokenize({"model": model, **body}, timeout_s=self._budget_s)
 
 
@@ -384,7 +411,7 @@ def _make_prompt(ids: Sequence[int], spaces: Sequence[BlockSpace], salt: str | N
 def _prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields with one prompt. A completion of several is routed by its first."""
     if route.kind is PromptKind.CHAT:
-        return fields
+        return {name: value for name, value in fields.items() if name != "prompt"}
     prompt = fields.get("prompt")
     if fields.get("suffix") is not None or prompt is None:
         raise PromptUnsupported("prompt_form")
@@ -392,7 +419,8 @@ def _prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]
         prompt = prompt[0]
     if not isinstance(prompt, str | list) or not prompt:
         raise PromptUnsupported("prompt_form")
-    return {**fields, "prompt": prompt}
+    others = {name: value for name, value in fields.items() if name != "messages"}
+    return {**others, "prompt": prompt}
 
 
 def _has_given_ids(route: Route, body: Body) -> bool:
@@ -405,18 +433,34 @@ def _has_given_ids(route: Route, body: Body) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
+def _with_reasoning_name(message: Any) -> Any:
+    """Return a message as chat requests become: `/tokenize` knows reasoning by one name only."""
+    if not isinstance(message, dict) or message.get("reasoning_content") is None:
+        return message
+    reasoning = message.get("reasoning")
+    others = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {
+        **others,
+        "reasoning": reasoning if reasoning is not None else message["reasoning_content"],
+    }
+
+
 def _ids_of(prompt: Sequence[Any]) -> list[int]:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
         raise PromptRefused("prompt: expected token ids")
     return list(prompt)
 
 
-def _skips_cache(fields: Mapping[str, Any]) -> bool:
+def _skips_cache(route: Route, fields: Mapping[str, Any]) -> bool:
     """Tell whether the engine will compute the whole prompt, whatever it has cached.
 
-    Source: vLLM 0.32 `KVCacheManager.prefix_cache_lookup_enabled`; logits of the prompt are wanted.
+    Source: vLLM 0.32 `KVCacheManager.prefix_cache_lookup_enabled`, and `to_sampling_params` of both
+    requests: logits of the prompt are wanted.
     """
-    echoes_logprobs = bool(fields.get("echo")) and fields.get("logprobs") is not None
+    # An echoed chat has the logits of its prompt by default, an echoed completion if asked for.
+    is_chat = route.kind is PromptKind.CHAT
+    logprobs = fields.get("top_logprobs", 0) if is_chat else fields.get("logprobs")
+    echoes_logprobs = bool(fields.get("echo")) and logprobs is not None
     return fields.get("prompt_logprobs") is not None or echoes_logprobs
 
 
@@ -427,10 +471,16 @@ def _salt(body: Body) -> str | None:
 
 def _text_of(route: Route, body: Body) -> bytes:
     """Return the prompt's text: what comes first in the engine's prompt comes first here."""
-    if route.kind is PromptKind.COMPLETION:
-        return orjson.dumps(body.fields.get("prompt"))
-    parts = (body.fields.get(name) for name in ("tools", "chat_template_kwargs", "messages"))
-    return b"".join(orjson.dumps(part) for part in parts if part is not None)
+    names = (
+        ("prompt",)
+        if route.kind is PromptKind.COMPLETION
+        else ("tools", "chat_template_kwargs", "messages")
+    )
+    parts = (body.fields.get(name) for name in names)
+    try:
+        return b"".join(orjson.dumps(part) for part in parts if part is not None)
+    except orjson.JSONEncodeError:  # nested more deeply than it writes, though it can be read
+        return body.raw
 
 
 def _text_chain(route: Route, body: Body) -> Sequence[BlockHash]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import yaml
 from pydantic import (
@@ -23,12 +23,13 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
-from moongate.router.policy import PolicyError, make_policy
+from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 
 HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 """RFC 9110 token."""
@@ -50,7 +51,7 @@ class _Section(BaseModel):
 
 
 def _check_header_name(name: str) -> str:
-    if not HEADER_NAME.match(name):
+    if not HEADER_NAME.fullmatch(name):
         raise ValueError("expected the name of an HTTP header, such as x-agent-session")
     return name.lower()
 
@@ -59,22 +60,39 @@ def _check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected http://host:port")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+    if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError("expected http://host:port without path, query or user")
-    return f"{parts.scheme}://{parts.netloc}"
+    if not _has_good_port(parts) or any(char.isspace() for char in url):
+        raise ValueError("expected http://host:port with a port from 1 to 65535")
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+def _has_good_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port != 0 and not parts.netloc.endswith(":")
+    except ValueError:
+        return False
 
 
 def _check_endpoint(endpoint: str) -> str:
     try:
-        return connectable(endpoint, "http://127.0.0.1")
+        connectable(endpoint, "http://127.0.0.1")
     except FactsError as error:
         raise ValueError(str(error)) from error
+    return endpoint
+
+
+def _check_policy_name(name: str) -> str:
+    if name not in BUILT_IN and ":" not in name:
+        raise ValueError(f"unknown policy{_nearest(name, [*BUILT_IN, 'module:Class'])}")
+    return name
 
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 Url = Annotated[str, AfterValidator(_check_url)]
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
@@ -100,7 +118,7 @@ class LimitsSettings(_Section):
 class PolicySettings(_Section):
     """How requests are routed; see `router/policy.py`."""
 
-    name: str = "kv_cost"
+    name: PolicyName = "kv_cost"
     options: dict[str, Any] = Field(default_factory=dict)
     allow_override: bool = False  # let a request name another policy (x-moongate-policy)
 
@@ -206,19 +224,23 @@ class Settings(_Section):
     observability: ObservabilitySettings = ObservabilitySettings()
     instances: Annotated[list[InstanceSettings], Field(min_length=1)]
 
-    @model_validator(mode="after")
-    def _check(self) -> Settings:
+    @field_validator("instances")
+    @classmethod
+    def _check(cls, instances: list[InstanceSettings]) -> list[InstanceSettings]:
         for what in ("id", "url"):
-            values = [getattr(instance, what) for instance in self.instances]
+            values = [getattr(instance, what) for instance in instances]
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:
-                raise ValueError(f"instances: the {what} {twice} is used twice")
-        return self
+                raise ValueError(f"the {what} {twice} is used twice")
+        return instances
 
 
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
     ("pool", "kind"): ("none",),
+    ("pool", "master"): (None,),
+    ("pool", "admin_url"): (None,),
     ("state", "kind"): ("memory",),
+    ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),
     ("observability", "otlp_endpoint"): (None,),
     ("observability", "stream_usage"): ("asked",),
@@ -233,6 +255,9 @@ say what happens anyway, and refused with any other."""
 # --- reading --------------------------------------------------------------------------------------
 
 Path_ = tuple[str | int, ...]
+
+NESTING_MAX = 32
+"""Deeper than any key; an alias that contains itself has no bottom."""
 
 
 def load_settings(file: Path, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -278,7 +303,7 @@ class _Document:
             hint = " (YAML wants spaces, not tabs)" if "\\t" in str(error.problem) else ""
             raise SettingsError([f"{file}:{line}: not YAML: {error.problem}{hint}"]) from error
         except yaml.YAMLError as error:
-            raise SettingsError([f"{file}: not YAML: {error}"]) from error
+            raise SettingsError([f"{file}: not YAML: {' '.join(str(error).split())}"]) from error
         if not isinstance(root, yaml.MappingNode):
             raise SettingsError([f"{file}:1: expected keys and values, such as instances: [...]"])
         reader = _NodeReader(file, environment)
@@ -298,19 +323,31 @@ class _Document:
             if value not in allowed:
                 said = " or ".join(_yaml(choice) for choice in allowed)
                 problems.append(self._line(path, f"this version supports {said} only: {value!r}"))
-            if not section and path[0] not in Settings.model_fields:
-                del self.value[path[0]]
+        for name in _later_sections():
+            if self.value.get(name) == {}:
+                del self.value[name]
         if problems:
             raise SettingsError(problems)
 
     def describe(self, detail: ErrorDetails) -> str:
         """Return one line: file, line, key, what is wrong, what would be right."""
         # Pydantic names the branch of a union in the path, which is no key of the file.
-        path = tuple(p for p in detail["loc"] if self._is_key(p, detail["loc"]))
+        names_key = detail["type"] in ("extra_forbidden", "missing")
+        path = tuple(
+            part
+            for part in detail["loc"]
+            if self._is_key(part) or (names_key and part == detail["loc"][-1])
+        )
         if detail["type"] == "extra_forbidden":
-            return self._line(path, f"unknown key{_nearest(str(path[-1]), _fields_at(path[:-1]))}")
+            known = _fields_at(path[:-1])
+            if path[-1] in known:
+                return self._line(path, "expected keys and values, such as {kind: none}")
+            return self._line(path, f"unknown key{_nearest(str(path[-1]), known)}")
         if detail["type"] == "missing":
             return self._line(path, "missing; it must be given")
+        if detail["type"] == "model_type":
+            known = ", ".join(_fields_at(path))
+            return self._line(path, f"expected keys and values; known here: {known}")
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
         if isinstance(given, str | int | float | bool):
@@ -320,13 +357,8 @@ class _Document:
                 message += _nearest(str(given), choices, known=False)
         return self._line(path, message)
 
-    def _is_key(self, part: str | int, loc: tuple[str | int, ...]) -> bool:
-        return (
-            part == loc[-1]
-            or part == loc[0]
-            or isinstance(part, int)
-            or (any(part in path for path in self._lines))
-        )
+    def _is_key(self, part: str | int) -> bool:
+        return isinstance(part, int) or any(part in path for path in self._lines)
 
     def _line(self, path: Path_, message: str) -> str:
         line = next(
@@ -353,12 +385,20 @@ class _NodeReader:
 
     def read(self, node: yaml.Node, path: Path_) -> Any:
         self.lines.setdefault(path, node.start_mark.line + 1)
+        if len(path) > NESTING_MAX:
+            self._note(node, path, "nested too deeply")
+            return None
         if isinstance(node, yaml.MappingNode):
             return self._read_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode), node
-        value = self._scalars.construct_object(node)
+        try:
+            value = self._scalars.construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:  # a tag of its own, the 99th of a month
+            reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            self._note(node, path, f"can't be read: {reason}")
+            return None
         return self._expand(value, node, path) if isinstance(value, str) else value
 
     def _read_mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Any]:
@@ -367,11 +407,14 @@ class _NodeReader:
             key = str(key_node.value)
             line = key_node.start_mark.line + 1
             if key in result:
-                where = ".".join(str(part) for part in (*path, key))
-                self.problems.append(f"{self._file}:{line}: {where}: given twice")
+                self._note(key_node, (*path, key), "given twice")
             self.lines[(*path, key)] = line
             result[key] = self.read(value_node, (*path, key))
         return result
+
+    def _note(self, node: yaml.Node, path: Path_, problem: str) -> None:
+        where = ".".join(str(part) for part in path[:NESTING_MAX])
+        self.problems.append(f"{self._file}:{node.start_mark.line + 1}: {where}: {problem}")
 
     def _expand(self, text: str, node: yaml.ScalarNode, path: Path_) -> Any:
         def replace(match: re.Match[str]) -> str:
@@ -380,19 +423,18 @@ class _NodeReader:
             if value:
                 return value
             if default is None and value is None:
-                where = ".".join(str(part) for part in path)
-                line = node.start_mark.line + 1
-                self.problems.append(
-                    f"{self._file}:{line}: {where}: the variable {name} is not set "
-                    f"(give a default with ${{{name}:-value}})"
-                )
+                hint = f"(give a default with ${{{name}:-value}})"
+                self._note(node, path, f"the variable {name} is not set {hint}")
             return default or ""
 
         expanded = _VARIABLE.sub(replace, text)
         if expanded == text:
             return text
         # The value keeps the type that it would have had if it stood in the file itself.
-        resolved = yaml.safe_load(expanded) if node.style is None else expanded
+        try:
+            resolved = yaml.safe_load(expanded) if node.style is None else expanded
+        except (yaml.YAMLError, ValueError):
+            return expanded  # a text that only looks like the beginning of something else
         return resolved if isinstance(resolved, str | int | float | bool) else expanded
 
 
@@ -415,8 +457,12 @@ def _fields_at(path: Path_) -> list[str]:
         if not nested:
             return []
         model = nested[0]
-    later = [key for section, key in LATER if path and section == path[0]]
+    later = [key for section, key in LATER if section == path[0]] if path else _later_sections()
     return [*model.model_fields, *later]
+
+
+def _later_sections() -> list[str]:
+    return sorted({section for section, _ in LATER} - Settings.model_fields.keys())
 
 
 def _choices(detail: ErrorDetails) -> list[str]:

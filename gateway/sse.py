@@ -10,6 +10,9 @@ HELD_BYTES_MAX = 1 << 20
 """An event longer than this is forwarded in pieces rather than gathered without end."""
 
 
+END_MARK = b"data: [DONE]"
+
+
 class EventSplitter:
     """Give it bytes as they come; it returns those that complete events."""
 
@@ -38,3 +41,11 @@ def _last_boundary(data: bytes) -> int:
         data.rfind(mark) + len(mark) for mark in (b"\n\n", b"\r\n\r\n", b"\r\r") if mark in data
     )
     return max(ends, default=0)
+
+
+def ends_stream(events: bytes) -> bool:
+    """Tell whether whole events have the end mark of chat and completions among them.
+
+    A model may write the mark's words itself, but inside of JSON, so never at a line's beginning.
+    """
+    return events.startswith(END_MARK) or b"\n" + END_MARK in events

@@ -17,7 +17,13 @@ from processes import (
     start_gateway,
 )
 
-pytestmark = pytest.mark.e2e
+SHARED_ENGINE: dict[str, Any] = {
+    # Room for all that the shared tests put in, so that nothing is evicted between them.
+    "gpu_blocks_override": 16_384,
+    "max_model_len_tokens": 16_384,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,8 +54,8 @@ def engines(
     """Return two engines with room for all that the shared tests put into them."""
     directory = tmp_path_factory.mktemp("engines")
     pair = (
-        EngineProcess.make(tiny_model, directory, "a", gpu_blocks_override=8192),
-        EngineProcess.make(tiny_model, directory, "b", gpu_blocks_override=8192),
+        EngineProcess.make(tiny_model, directory, "a", **SHARED_ENGINE),
+        EngineProcess.make(tiny_model, directory, "b", **SHARED_ENGINE),
     )
     try:
         for engine in pair:

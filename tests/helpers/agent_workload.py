@@ -52,6 +52,7 @@ class Turn:
     predicted_tokens: int
     cached_tokens: int
     ideal_tokens: int
+    began_at: float  # of the monotonic clock
     first_token_s: float
     error: str | None = None
     is_complete: bool = True
@@ -193,6 +194,7 @@ class _Runner:
             predicted_tokens=int(answer.headers.get("x-moongate-device-tokens", 0)),
             cached_tokens=details.get("cached_tokens") or 0,
             ideal_tokens=min(previous_blocks, usable_blocks) * self._block,
+            began_at=began,
             first_token_s=first_token_s,
             error=error,
             is_complete=is_complete,

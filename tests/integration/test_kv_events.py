@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
@@ -174,22 +175,22 @@ async def test_c62_odd_frames_are_counted_and_a_good_one_still_counts() -> None:
         assert gateway.core.sources.trust(Holder(A)) is Trust.DEGRADED
 
 
-async def _is(value: object, expected: float) -> bool:
-    return await value == expected  # type: ignore[misc]
+async def _is(value: Awaitable[float], expected: float) -> bool:
+    return await value == expected
 
 
 async def test_c44_an_adapters_blocks_match_the_adapter_only() -> None:
     with_adapter, base = FakePublisher(), FakePublisher()
     tokens = tokens_of(33)
-    adapter = {"lora_name": "ad-1", "extra_keys": [["ad-1"], ["ad-1"]]}
-    salted = {"lora_name": "ad-1", "extra_keys": [["ad-1", "salt"], ["ad-1"]]}
+    adapter: dict[str, Any] = {"lora_name": "ad-1", "extra_keys": [["ad-1"], ["ad-1"]]}
+    salted: dict[str, Any] = {"lora_name": "ad-1", "extra_keys": [["ad-1", "salt"], ["ad-1"]]}
     await with_adapter.publish(
         0,
         [stored_map([1, 2], tokens[:32], **adapter), stored_map([3, 4], tokens[:32], **salted)],
         is_lost=True,
     )
     await base.publish(0, [stored_map([1, 2], tokens[:32])], is_lost=True)
-    cards = [{"id": "m", "parent": None}, {"id": "ad-1", "parent": "m"}]
+    cards: list[dict[str, Any]] = [{"id": "m", "parent": None}, {"id": "ad-1", "parent": "m"}]
     async with engine_with_events(with_adapter) as a, engine_with_events(base) as b:
         a.models = b.models = cards
         async with live_gateway([a.url, b.url]) as gateway:

@@ -261,7 +261,7 @@ async def test_c30_what_is_no_request_is_refused_clearly_without_any_engine() ->
 )
 async def test_wrong_types_are_named(fields: dict[str, object], param: str) -> None:
     async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
-        answer = await gateway.chat(**fields)
+        answer = await gateway.chat(**fields)  # type: ignore[arg-type]
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert engine.received == []

@@ -298,17 +298,22 @@ class History:
         self.check_trusted()
         self.check_ended()
 
-    def _choose_kinds(self) -> list[Callable[[], None]]:
+    def _choose_kinds(self) -> list[Callable[[], object]]:
         """Return what may happen: half of the kinds, some of them more often than others."""
-        always = [self._arrive, self._arrive, *[self._deliver] * 3, *[self._store] * 3]
-        sometimes = [
-            *(self._join, self._add, self._describe, self._probe, self._remove, self._open_source),
+        always: list[Callable[[], object]] = [
+            self._join,
+            *[self._arrive] * 2,
+            *[self._deliver] * 3,
+            *[self._store] * 3,
+        ]
+        sometimes: list[Callable[[], object]] = [
+            *(self._add, self._describe, self._probe, self._remove, self._open_source),
             *(self._close_source, self._evict, self._clear, self._restart, self._disconnect),
             *(self._reconnect, self._drop, self._duplicate, self._answer, self._answer_badly),
             *(self._first_byte, self._fail, self._finish, self._pass_time, self._wake),
             *(self._speak_oddly, self._speak_of_others, self._deliver_all, self._answer_at_length),
         ]
-        kinds: list[Callable[[], None]] = list(always)
+        kinds: list[Callable[[], object]] = list(always)
         for kind in sometimes:
             kinds += [kind] * self.chance.choice([0, 0, 1, 2])
         return kinds
@@ -430,7 +435,7 @@ class History:
         instance = self._add()
         if instance is None:
             return
-        steps = [
+        steps: list[Callable[[], None]] = [
             lambda: self._describe(instance),
             lambda: self._probe(instance, is_healthy=True),
             *(functools.partial(self._open_source, engine) for engine in instance.engines),
@@ -462,7 +467,7 @@ class History:
 
     def _remove(self) -> None:
         instance = self._instance()
-        if instance is None:
+        if instance is None or (len(self.instances) == 1 and self.chance.random() < 0.9):
             return
         late = [batch for e in instance.engines if e.link for batch in list(e.link.live)[:1]]
         del self.instances[instance.id]

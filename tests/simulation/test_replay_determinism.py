@@ -39,11 +39,15 @@ def digest_of(commands: Iterable[Command]) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_recording_replays_to_the_same_commands(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "policy"),
+    [(32, "kv_cost"), (7, "prefix_affinity"), (30, "random"), (19, "power_of_two")],
+)
+def test_a_recording_replays_to_the_same_commands(seed: int, policy: str, tmp_path: Path) -> None:
     history = History(random.Random(seed))
     history.run(steps=1000)
-    assert len(history.commands) > 200
+    assert history.policy == policy
+    assert len(history.commands) > 200  # a recording worth replaying
     path = tmp_path / "recording.pickle"
     others = ["least_loaded", "session_hash"]
     path.write_bytes(

@@ -20,6 +20,7 @@ from moongate.router import (
     Event,
     FailureKind,
     Forward,
+    Holder,
     InstanceAdded,
     InstanceDescribed,
     InstanceFacts,
@@ -81,7 +82,7 @@ class Sent:
 
     tokens: Tokens
     chain: list[BlockHash]
-    instance_id: InstanceId = InstanceId("nowhere")
+    instance_id: InstanceId | None = None
     cached_tokens: int = 0
     attempts: int = 1
 
@@ -213,7 +214,7 @@ class Fleet:
 
     # --- what came out ----------------------------------------------------------------------------
 
-    def shares(self) -> Counter[InstanceId]:
+    def shares(self) -> Counter[InstanceId | None]:
         return Counter(sent.instance_id for sent in self.sent.values())
 
     def hit_rate(self, first: int | None = None) -> float:
@@ -296,7 +297,8 @@ def test_c37_unseen_prompts_go_to_the_idle_instance_whatever_it_has_cached(
     fleet.run_until(0.4)
     fleet.handle(InstanceProbed(B, is_healthy=True))
     fleet.warm(B, unrelated(500, 5000 * SIZE))
-    assert fleet.core.index.total == 5000
+    assert fleet.core.index.count(Holder(B), Tier.DEVICE) == 5000
+    assert fleet.core.loads.get(Holder(A)).active_requests == 30
     unseen: list[RequestId] = []
     for number in range(20):
         unseen.append(fleet.arrive(unrelated(1000 + number, prompt_tokens)))

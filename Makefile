@@ -1,0 +1,48 @@
+# Every target sets up what it needs. POSIX make; python3 >= 3.11 and nothing else is assumed.
+
+PYTHON = python3
+BIN = .venv/bin
+SOURCES = gateway router engine_plugins simulator cli.py local_stack.py __init__.py
+LINTED = $(SOURCES) tests scripts examples
+MODEL = smollm2
+
+.PHONY: help setup setup-engine run run-real test e2e check clean
+
+help:
+	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
+	@echo "make run-real     gateway and 2 real vLLM engines with a 135 M-parameter model"
+	@echo "make test         unit, simulation and integration tests"
+	@echo "make e2e          tests against real vLLM engines"
+	@echo "make check        formatter, linter, types, import contracts"
+	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
+
+setup: .venv/.ready
+setup-engine: .venv-engine/bin/python
+
+.venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) scripts/setup_venv.py
+
+.venv-engine/bin/python: requirements/engine.txt
+	@$(PYTHON) scripts/setup_engine.py
+
+run: .venv/.ready
+	@$(BIN)/moongate up
+
+run-real: .venv/.ready .venv-engine/bin/python
+	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \
+	$(BIN)/moongate up --engine vllm --engines 2 --model "$$model"
+
+test: .venv/.ready
+	@$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
+
+e2e: .venv/.ready .venv-engine/bin/python
+	@$(BIN)/python -m pytest tests/e2e -s
+
+check: .venv/.ready
+	@$(BIN)/ruff format --check $(LINTED)
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/python scripts/check_types.py
+	@$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf .venv .venv-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

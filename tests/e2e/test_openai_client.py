@@ -1,0 +1,78 @@
+"""openai-python, unchanged, against real engines behind the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from processes import EngineProcess, Serve
+
+EnginePair = tuple[EngineProcess, EngineProcess]
+
+
+@pytest.fixture
+def client(engines: EnginePair, serve: Serve) -> Iterator[openai.OpenAI]:
+    gateway = serve(engines)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def test_openai_python_works_unchanged(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+    message: openai.types.chat.ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
+    chat = client.chat.completions.create(model="tiny", messages=[message], max_tokens=8)
+    assert chat.choices[0].message.content
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 8
+
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[message],
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 8
+
+    plain = client.chat.completions.create(
+        model="tiny", messages=[message], max_tokens=8, temperature=0, stream=True
+    )
+    assert all(chunk.choices for chunk in plain)  # nobody asked for usage
+
+    tools = client.chat.completions.create(
+        model="tiny",
+        messages=[message],
+        max_tokens=8,
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    )
+    assert tools.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+    completion = client.completions.create(model="tiny", prompt="def f", max_tokens=4)
+    assert completion.choices[0].text
+    several = client.completions.create(model="tiny", prompt=["a b", "c d"], max_tokens=4)
+    assert len(several.choices) == 2
+
+
+def test_errors_come_as_the_clients_own_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.embeddings.create(model="tiny", input="x")
+    assert 400 <= refused.value.status_code < 500  # the model makes no embeddings
+
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "x"}])
+    assert unknown.value.code == "model_not_found"
+
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model="tiny", prompt=[5] * 20_000, max_tokens=1)
+    assert "16384" in str(too_long.value)
+
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="tiny", messages=[])
