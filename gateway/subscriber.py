@@ -31,6 +31,7 @@ from moongate.router import (
     RequestReplay,
     SourceClosed,
     SourceId,
+    SourceLost,
     SourceOpened,
     SourceReconnected,
 )
@@ -49,7 +50,8 @@ BATCHES_PER_TURN = 64
 """Batches taken in before other work gets the event loop."""
 
 SourceEventHandler = Callable[
-    [BatchReceived | ReplayEnded | SourceOpened | SourceReconnected | SourceClosed], object
+    [BatchReceived | ReplayEnded | SourceOpened | SourceLost | SourceReconnected | SourceClosed],
+    object,
 ]
 
 
@@ -129,12 +131,15 @@ class Subscriber:
         self._handle(decode_batch(self.source, frame))
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Report a connection that ended, before anything comes over the next, and its return."""
         was_connected = False
         while True:
             message = await recv_monitor_message(monitor)
-            if message["event"] == zmq.EVENT_CONNECTED:
-                if was_connected:
-                    self._handle(SourceReconnected(self.source))
+            if message["event"] == zmq.EVENT_DISCONNECTED:
+                self._handle(SourceLost(self.source))
+            elif was_connected:
+                self._handle(SourceReconnected(self.source))
+            else:
                 was_connected = True
 
     async def _fetch(self, command: RequestReplay) -> None:

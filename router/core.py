@@ -40,6 +40,7 @@ from moongate.router.events import (
     RequestFinished,
     RequestFirstByte,
     SourceClosed,
+    SourceLost,
     SourceOpened,
     SourceReconnected,
     WakeUp,
@@ -147,6 +148,7 @@ class RouterCore:
                 SourceOpened()
                 | BatchReceived()
                 | ReplayEnded()
+                | SourceLost()
                 | SourceReconnected()
                 | SourceClosed()
             ):
@@ -195,9 +197,10 @@ class RouterCore:
 
     def _refuse_unserved(self, request: Request) -> Reject:
         """Unknown to the whole fleet, or perhaps served by an instance not yet heard of."""
-        if any(instance.facts is None for instance in self.fleet):
-            return self._reject(request.id, RejectReason.NO_INSTANCE)
-        return Reject(request.id, RejectReason.UNKNOWN_MODEL)
+        is_known = [instance.facts is not None for instance in self.fleet]
+        if is_known and all(is_known):
+            return Reject(request.id, RejectReason.UNKNOWN_MODEL)
+        return self._reject(request.id, RejectReason.NO_INSTANCE)
 
     def _reject(self, request_id: RequestId, reason: RejectReason) -> Reject:
         return Reject(request_id, reason, retry_after_s=self.limits.retry_after_s)
@@ -320,11 +323,15 @@ class RouterCore:
         """End an attempt: its load is free, and what it should have cached is soon known."""
         self.loads.release(tracked.request.id)
         assert tracked.holder is not None
-        if tracked.predicted and tracked.holder in self.index.holders:
-            self.index.shorten_predictions(
-                tracked.holder, tracked.predicted, now + CONFIRMATION_GRACE_S
-            )
-        tracked.predicted = ()
+        predicted, tracked.predicted = tracked.predicted, ()
+        if predicted and self.index.has_holder(tracked.holder):
+            own = predicted[self._predicted_by_others(tracked.holder, predicted) :]
+            self.index.shorten_predictions(tracked.holder, own, now + CONFIRMATION_GRACE_S)
+
+    def _predicted_by_others(self, holder: Holder, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks other unfinished requests will fill on this holder."""
+        others = (t.predicted for t in self.requests.values() if t.holder == holder)
+        return max((_common_blocks(chain, other) for other in others), default=0)
 
     # --- choosing ---------------------------------------------------------------------------------
 
@@ -396,7 +403,7 @@ class RouterCore:
         What events confirmed is left to the feed, which finds out exactly once the source is back.
         """
         for holder in instance.holders:
-            if holder in self.index.holders:
+            if self.index.has_holder(holder):
                 self.index.forget_predictions(holder)
 
     def _remove_instance(self, instance: InstanceState) -> None:
@@ -410,3 +417,15 @@ class RouterCore:
         instance = self.fleet.find(instance_id)
         assert instance is not None, instance_id
         return instance
+
+
+def _common_blocks(chain: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
+    """Return how many leading blocks two chains share. Equal hashes have equal prefixes: bisect."""
+    low, high = 0, min(len(chain), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -58,8 +58,8 @@ class PrefillRate:
 class CostWeights:
     """What an operator may set under `policy.options` of `kv_cost` and `prefix_affinity`."""
 
-    active_request_ms: float = 25.0  # ms that one unfinished request costs a new one
-    history_weight: float = 2.0  # extra charge for a recomputed history, times its prefill
+    active_request_ms: float = 60.0  # ms that one unfinished request costs a new one
+    history_weight: float = 3.0  # extra charge for a recomputed history, times its prefill
     degraded_weight: float = 0.8  # what an overlap is worth when some events were lost
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
 

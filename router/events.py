@@ -102,6 +102,13 @@ class SourceOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceLost:
+    """The connection to the publisher ended. Report it before what comes over a new one."""
+
+    source: SourceId
+
+
+@dataclass(frozen=True, slots=True)
 class SourceReconnected:
     """The connection was lost and stands again: the publisher may be a new process."""
 
@@ -196,6 +203,7 @@ Event = (
     | InstanceDescribed
     | InstanceProbed
     | SourceOpened
+    | SourceLost
     | SourceReconnected
     | SourceClosed
     | BatchReceived

@@ -47,6 +47,7 @@ class _State(Enum):
     LIVE = "live"
     SYNCING = "syncing"
     VERIFYING = "verifying"  # syncing, and the first batch must be the one applied last
+    CUT = "cut"  # without connection: what comes may be from another publisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,6 @@ class Feed:
 
     has_replay: bool
     epoch: int = 1
-    trust: Trust = Trust.EXACT
     counts: FeedCounts = field(default_factory=FeedCounts)
     expected: int = 0
     _state: _State = _State.LIVE
@@ -101,16 +101,29 @@ class Feed:
     _pending: list[tuple[int, BatchReceived]] = field(default_factory=list)
     _digests: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
     _is_started: bool = False  # a batch was applied, or a replay said that there is none
+    _has_lost: bool = False  # something that was announced is not known
+    _is_unsure: bool = False  # a replay had no answer, so something may have been lost
     _verify_at: float | None = None
 
     # --- what happened ----------------------------------------------------------------------------
 
+    @property
+    def trust(self) -> Trust:
+        return Trust.DEGRADED if self._has_lost or self._is_unsure else Trust.EXACT
+
     def opened(self, now: float) -> list[FeedAction]:
         return [self._ask(0, _State.SYNCING, now)] if self.has_replay else []
 
+    def connection_lost(self) -> None:
+        """Whoever speaks next may be another publisher: keep back what it says until verified."""
+        if self.has_replay:
+            self._pending.clear()  # a replay has it, if this publisher is still there
+            self._state = _State.CUT
+
     def reconnected(self, now: float) -> list[FeedAction]:
         """Find out whether this is still the publisher that we know."""
-        self._pending.clear()
+        if self._state is not _State.CUT:
+            self._pending.clear()
         if self.has_replay:
             return [self._verify(now)]
         # Nobody can tell what happened meanwhile; believing the old blocks would be a guess.
@@ -131,8 +144,12 @@ class Feed:
 
     def replay_ended(self, replay_id: int, is_complete: bool, now: float) -> list[FeedAction]:
         """Close the replay and go on with what came meanwhile."""
-        if self._state is _State.LIVE or replay_id != self._replay.replay_id:
+        if not self._is_replaying or replay_id != self._replay.replay_id:
             return []  # of a replay that was given up
+        if not is_complete and self._replay_batches > 0:
+            # It got somewhere: its rest was dropped on the way (a ROUTER drops what its peer does
+            # not take in quickly), and can be had from there.
+            return [self._ask(self.expected, _State.SYNCING, now)]
         return self._end_replay(is_complete, now)
 
     def woke(self, now: float) -> list[FeedAction]:
@@ -144,17 +161,21 @@ class Feed:
         return self._end_replay(is_complete=False, now=now)
 
     def next_wake(self) -> float | None:
-        if self._state is not _State.LIVE:
-            return self._replay_deadline
-        return self._verify_at if self.has_replay else None
+        match self._state:
+            case _State.LIVE:
+                return self._verify_at if self.has_replay else None
+            case _State.CUT:
+                return None
+            case _:
+                return self._replay_deadline
 
     def distrust(self) -> None:
         """Note that events could not be understood or used."""
-        self.trust = min(self.trust, Trust.DEGRADED)
+        self._has_lost = True
 
     def believe(self) -> None:
         """Note that the cache is known again: what may have been missed concerned lost blocks."""
-        self.trust = Trust.EXACT
+        self._has_lost = self._is_unsure = False
 
     # --- the stream -------------------------------------------------------------------------------
 
@@ -181,7 +202,7 @@ class Feed:
     # --- replays ----------------------------------------------------------------------------------
 
     def _replayed(self, batch: BatchReceived, now: float) -> list[FeedAction]:
-        if self._state is _State.LIVE or batch.replay_id != self._replay.replay_id:
+        if not self._is_replaying or batch.replay_id != self._replay.replay_id:
             return []
         self._replay_batches += 1
         actions: list[FeedAction] = []
@@ -196,7 +217,15 @@ class Feed:
                 return [*actions, self._ask(0, _State.SYNCING, now)]
         if batch.sequence < self.expected:
             return actions
+        if batch.sequence > self.expected and self._replay_batches > 1:
+            # A buffer has no holes, so these were dropped on the way. Only what is missing before
+            # a replay's first batch is gone.
+            return [*actions, self._ask(self.expected, _State.SYNCING, now)]
         return actions + self._lose_until(batch)
+
+    @property
+    def _is_replaying(self) -> bool:
+        return self._state in (_State.SYNCING, _State.VERIFYING)
 
     def _end_replay(self, is_complete: bool, now: float) -> list[FeedAction]:
         is_other_publisher = self._state is _State.VERIFYING and is_complete
@@ -205,8 +234,7 @@ class Feed:
         if is_other_publisher:
             # The buffer always has the last batch, so one that lacks ours is another publisher's.
             actions += self._restart()
-        if not is_complete:
-            self.distrust()
+        self._is_unsure = not is_complete
         is_first_sync = not self._is_started
         self._is_started = self._is_started or is_complete
         self._verify_at = now + (VERIFY_AFTER_SYNC_S if is_first_sync else VERIFY_IDLE_S)
@@ -273,7 +301,7 @@ class Feed:
         self.counts.restarts += 1
         self.epoch += 1
         self.expected = 0
-        self.trust = Trust.EXACT
+        self._has_lost = self._is_unsure = False
         self._digests.clear()
         self._is_started = False
         return [Forget()]

@@ -21,6 +21,10 @@ from dataclasses import dataclass
 
 from moongate.router.model import BlockHash, Holder, Tier
 
+STALE_EXPIRIES_MAX = 100_000
+"""Blocks that may be scheduled to expire beyond those predicted twice over, before the schedule is
+made anew: a prefix that is predicted with each turn leaves an entry each time."""
+
 PREDICTIONS_MAX = 65_536
 """Predicted blocks of a holder whose capacity isn't known: a million tokens at block size 16."""
 
@@ -54,12 +58,16 @@ class OwnershipIndex:
         self._predicted: dict[Holder, dict[BlockHash, float]] = {}  # block -> expires_at
         self._expiries: list[tuple[float, int, Holder, tuple[BlockHash, ...]]] = []
         self._expiry_order = 0
+        self._scheduled = 0  # blocks in all of `_expiries`
 
     # --- holders ----------------------------------------------------------------------------------
 
     @property
     def holders(self) -> tuple[Holder, ...]:
         return tuple(self._numbers)
+
+    def has_holder(self, holder: Holder) -> bool:
+        return holder in self._numbers
 
     def add_holder(self, holder: Holder, capacity_blocks: int | None = None) -> None:
         """Make a holder known, or tell a known one's capacity (None: not known)."""
@@ -170,6 +178,7 @@ class OwnershipIndex:
         """Drop the predictions whose time is over."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, holder, blocks = heapq.heappop(self._expiries)
+            self._scheduled -= len(blocks)
             predicted = self._predicted.get(holder)
             if predicted is None:
                 continue
@@ -189,6 +198,22 @@ class OwnershipIndex:
     ) -> None:
         self._expiry_order += 1  # makes entries of one instant comparable
         heapq.heappush(self._expiries, (expires_at, self._expiry_order, holder, blocks))
+        self._scheduled += len(blocks)
+        if self._scheduled > STALE_EXPIRIES_MAX + 2 * sum(map(len, self._predicted.values())):
+            self._reschedule_all()
+
+    def _reschedule_all(self) -> None:
+        """Leave out the entries of predictions that were made again or dropped meanwhile."""
+        self._expiries, self._scheduled = [], 0
+        for holder, predicted in self._predicted.items():
+            by_time: dict[float, list[BlockHash]] = {}
+            for block, expires_at in predicted.items():
+                by_time.setdefault(expires_at, []).append(block)
+            for expires_at, blocks in by_time.items():
+                self._expiry_order += 1
+                self._expiries.append((expires_at, self._expiry_order, holder, tuple(blocks)))
+                self._scheduled += len(blocks)
+        heapq.heapify(self._expiries)
 
     def _drop_prediction(self, holder: Holder, block: BlockHash) -> None:
         del self._predicted[holder][block]

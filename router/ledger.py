@@ -90,7 +90,8 @@ class Ledger:
         for name in gone:
             self.index.remove(self.holder, name[0], self._names.pop(name).block)
         if tier is None:
-            self._group = None  # whatever comes next may be another engine
+            # Whatever comes next may be another engine.
+            self._group = self.block_size_tokens = None
 
     def move(self, holder: Holder) -> None:
         """Attribute all that was announced to another holder, known to the index."""

@@ -20,6 +20,7 @@ from moongate.router.events import (
     KvEvent,
     ReplayEnded,
     SourceClosed,
+    SourceLost,
     SourceOpened,
     SourceReconnected,
 )
@@ -29,7 +30,9 @@ from moongate.router.index import OwnershipIndex
 from moongate.router.ledger import Ledger
 from moongate.router.model import Holder, InstanceId, SourceId, Tier, Trust
 
-SourceEvent = SourceOpened | BatchReceived | ReplayEnded | SourceReconnected | SourceClosed
+SourceEvent = (
+    SourceOpened | BatchReceived | ReplayEnded | SourceLost | SourceReconnected | SourceClosed
+)
 
 
 @dataclass(slots=True)
@@ -87,6 +90,9 @@ class Sources:
                 actions = state.feed.received(event, now)
             case ReplayEnded():
                 actions = state.feed.replay_ended(event.replay_id, event.is_complete, now)
+            case SourceLost():
+                state.feed.connection_lost()
+                return []
             case SourceReconnected():
                 actions = state.feed.reconnected(now)
             case SourceClosed():

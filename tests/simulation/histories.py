@@ -51,6 +51,7 @@ from moongate.router import (
     RouterLimits,
     SourceClosed,
     SourceId,
+    SourceLost,
     SourceOpened,
     SourceReconnected,
     Tier,
@@ -575,6 +576,12 @@ class History:
         found = self._some_link()
         if found is not None:
             found[0].disconnect(found[1])
+            self._report_loss(found[0])
+
+    def _report_loss(self, engine: Engine) -> None:
+        """Tell of the lost connection, or (rarely in truth) let it go unnoticed."""
+        if self.chance.random() < 0.5:
+            self.handle(SourceLost(engine.source))
 
     def _reconnect(self) -> None:
         found = self._some_link()

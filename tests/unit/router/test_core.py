@@ -37,6 +37,7 @@ from moongate.router import (
     RouterLimits,
     SourceClosed,
     SourceId,
+    SourceLost,
     SourceOpened,
     SourceReconnected,
     Tier,
@@ -243,7 +244,7 @@ def test_the_next_turn_goes_home_though_home_is_busier() -> None:
     feed(core, arrived("busy", 6000), RequestFirstByte(RequestId("busy")))
     decision = forward_in(feed(core, arrived("s", *session, *range(100)))).decision
     assert decision.ranking[0].holder == HA
-    assert decision.ranking[1].cost_terms_ms["history"] == pytest.approx(2 * 4000 / 8)
+    assert decision.ranking[1].cost_terms_ms["history"] == pytest.approx(3 * 4000 / 8)
 
 
 def test_an_instance_whose_block_size_is_not_known_does_not_hide_what_is_continued() -> None:
@@ -259,8 +260,8 @@ def test_an_instance_whose_block_size_is_not_known_does_not_hide_what_is_continu
     assert decision is not None
     terms = {c.holder: c.cost_terms_ms["history"] for c in decision.ranking}
     # What is only predicted is worth 0.9 of its tokens.
-    assert terms[first.holder] == pytest.approx(2 * (4 - 0.9 * 4) / 8)
-    assert max(terms.values()) == pytest.approx(2 * 4 / 8)
+    assert terms[first.holder] == pytest.approx(3 * (4 - 0.9 * 4) / 8)
+    assert max(terms.values()) == pytest.approx(3 * 4 / 8)
 
 
 def test_a_prompt_that_is_only_text_to_the_fleet_continues_nothing() -> None:
@@ -777,3 +778,30 @@ def test_a_limit_bounds_the_index() -> None:
     feed(core, batch(0, stored(71, 72, tokens=[1, 2, 3, 4])))
     assert core.index.total == 1
     assert trust(core) is Trust.DEGRADED
+
+
+def test_what_comes_after_a_lost_connection_waits_for_the_verification() -> None:
+    core = with_sources(A, has_replay=True)
+    feed(core, ReplayEnded(SOURCE_A, 1, is_complete=True), SourceLost(SOURCE_A))
+    feed(core, batch(0, stored(71, 72, tokens=[1, 2, 3, 4])))
+    assert core.index.total == 0
+    assert feed(core, SourceReconnected(SOURCE_A)) == [RequestReplay(SOURCE_A, 0, 2)]
+    feed(core, ReplayEnded(SOURCE_A, 2, is_complete=True))
+    assert core.index.total == 2
+
+
+def test_a_request_that_ends_leaves_what_another_will_fill() -> None:
+    core = with_sources(A)
+    feed(core, arrived("r", 1, 2, 3, 4, 5, 6, 7), arrived("s", 1, 2, 3, 4, 8, 9, 7))
+    feed(core, finished(R, Outcome.CLIENT_LEFT))
+    feed(core, WakeUp(), now=2.0)
+    assert overlaps(core, 1, 2, 3, 4, 5, 6, 7) == {"a": (0, 4)}
+    feed(core, finished(S), now=2.0)
+    feed(core, WakeUp(), now=4.0)
+    assert overlaps(core, 1, 2, 3, 4, 5, 6, 7) == {"a": (0, 0)}
+
+
+def test_an_empty_fleet_has_no_instance_rather_than_an_unknown_model() -> None:
+    assert feed(make_core(), arrived("r", 1)) == [
+        Reject(R, RejectReason.NO_INSTANCE, retry_after_s=2.0)
+    ]

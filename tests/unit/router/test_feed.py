@@ -152,7 +152,74 @@ def test_a_replay_cut_short_is_asked_for_from_where_it_ended() -> None:
     feed = make_live(until=10)
     receive(feed, one(15), one(10, replay_id=2))
     assert feed.replay_ended(2, is_complete=False, now=0.0) == [Ask(11, 3)]
+    assert receive(feed, one(11, replay_id=3), one(12, replay_id=3)) == apply(11, 12)
+    assert feed.trust is Trust.EXACT
+
+
+def test_batches_dropped_in_the_middle_of_a_replay_are_asked_for_again() -> None:
+    feed = make_live(until=10)
+    receive(feed, one(15), one(10, replay_id=2))
+    assert receive(feed, one(13, replay_id=2)) == [Ask(11, 3)]
+    assert receive(feed, one(14, replay_id=2)) == []  # of the replay that was given up
+    assert receive(feed, *(one(n, replay_id=3) for n in (11, 12, 13))) == apply(11, 12, 13)
+    assert feed.counts.lost_batches == 0
+
+
+def test_batches_missing_before_a_replays_first_are_lost() -> None:
+    feed = make_live(until=10)
+    receive(feed, one(15))
+    assert receive(feed, one(13, replay_id=2)) == apply(13)
+    assert feed.counts.lost_batches == 3
     assert feed.trust is Trust.DEGRADED
+
+
+def test_an_unanswered_replay_is_doubted_until_one_is_answered() -> None:
+    feed = make_live(until=10)
+    feed.woke(VERIFY_IDLE_S)
+    assert feed.replay_ended(2, is_complete=False, now=31.0) == []
+    assert feed.trust is Trust.DEGRADED
+    feed.woke(31.0 + VERIFY_IDLE_S)
+    receive(feed, one(9, replay_id=3))
+    feed.replay_ended(3, is_complete=True, now=62.0)
+    assert feed.trust is Trust.EXACT
+
+
+def test_what_comes_after_a_lost_connection_waits_until_the_publisher_is_verified() -> None:
+    feed = make_live(until=5)
+    feed.connection_lost()
+    assert feed.next_wake() is None
+    # A new process may have come just as far; its batch must not pass for the next of the old one.
+    assert receive(feed, one(5, process="q")) == []
+    assert feed.reconnected(1.0) == [Ask(4, 2)]
+    assert receive(feed, one(4, replay_id=2, process="q")) == [Forget(), Ask(0, 3)]
+    replayed = [one(n, replay_id=3, process="q") for n in range(6)]
+    assert receive(feed, *replayed) == apply(*range(6))
+    assert feed.replay_ended(3, is_complete=True, now=1.0) == []
+    assert feed.trust is Trust.EXACT
+
+
+def test_a_connection_lost_for_a_moment_costs_nothing() -> None:
+    feed = make_live(until=5)
+    feed.connection_lost()
+    feed.reconnected(1.0)
+    assert receive(feed, one(4, replay_id=2), one(5, replay_id=2)) == apply(5)
+    assert feed.replay_ended(2, is_complete=True, now=1.0) == []
+    assert feed.epoch == 1
+
+
+def test_a_replay_under_way_when_the_connection_is_lost_is_void() -> None:
+    feed = make_live(until=5)
+    receive(feed, one(9))
+    feed.connection_lost()
+    assert receive(feed, one(5, replay_id=2)) == []
+    assert feed.replay_ended(2, is_complete=False, now=0.0) == []
+    assert feed.reconnected(1.0) == [Ask(4, 3)]
+
+
+def test_without_replay_a_lost_connection_is_nothing_until_it_is_back() -> None:
+    feed = make_live(until=3, has_replay=False)
+    feed.connection_lost()
+    assert receive(feed, one(3)) == apply(3)
 
 
 def test_a_replay_not_answered_in_time_is_given_up() -> None:
@@ -357,8 +424,11 @@ def test_a_cache_that_is_known_again_ends_the_distrust() -> None:
     assert feed.trust is Trust.EXACT
 
 
-@pytest.mark.parametrize("trust", [Trust.EXACT, Trust.DEGRADED])
-def test_distrust_lowers_and_never_raises(trust: Trust) -> None:
-    feed = Feed(has_replay=False, trust=trust)
+def test_distrust_lasts_until_the_cache_is_known_again() -> None:
+    feed = Feed(has_replay=False)
+    assert feed.trust is Trust.EXACT
+    feed.distrust()
     feed.distrust()
     assert feed.trust is Trust.DEGRADED
+    feed.believe()
+    assert feed.trust is Trust.EXACT

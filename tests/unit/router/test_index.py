@@ -236,3 +236,20 @@ def test_a_holder_that_still_has_confirmed_blocks_is_not_removed() -> None:
     store(index, HA, H[0])
     with pytest.raises(AssertionError):
         index.remove_holder(HA)
+
+
+def test_predictions_made_again_and_again_leave_no_endless_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moongate.router.index.STALE_EXPIRIES_MAX", 10)
+    index = make_index(HA, HB)
+    index.predict(HB, H[4:5], expires_at=7.0)
+    for turn in range(100):
+        index.predict(HA, H[:3], expires_at=10.0 + turn)
+        assert sum(len(blocks) for _, _, _, blocks in index._expiries) <= 10 + 2 * 4
+    index.expire(7.0)
+    assert (index.predicted_count(HA), index.predicted_count(HB)) == (3, 0)
+    index.expire(108.9)
+    assert index.predicted_count(HA) == 3
+    index.expire(109.0)
+    assert index.predicted_count(HA) == 0
