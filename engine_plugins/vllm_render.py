@@ -167,7 +167,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ModelDirectoryError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelDirectoryError(f"{path}: expected a JSON object")
@@ -187,24 +187,34 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _load_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """Return the templates by name. A file counts more than the tokenizer's configuration."""
-    sources: dict[str, str] = {}
-    configured = config.get("chat_template")
-    if isinstance(configured, str):
-        sources["default"] = configured
-    elif isinstance(configured, list):
-        sources |= {entry["name"]: entry["template"] for entry in configured}
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        sources["default"] = file.read_text(encoding="utf-8")
-    for extra in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        sources[extra.stem] = extra.read_text(encoding="utf-8")
+    """Return the templates by name. Files, if there are any, replace those of the configuration.
+
+    Source: transformers 5 `PreTrainedTokenizerBase._from_pretrained`.
+    """
     try:
+        sources = _template_files(directory) or _configured_templates(config)
         return {name: ChatTemplate(source) for name, source in sources.items()}
     except jinja2.TemplateSyntaxError as error:
         raise ModelDirectoryError(
             f"{directory}: chat template, line {error.lineno}: {error}"
         ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelDirectoryError(f"{directory}: chat_template can't be read: {error!r}") from error
+
+
+def _template_files(directory: Path) -> dict[str, str]:
+    files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    default = directory / "chat_template.jinja"
+    if default.is_file():
+        files["default"] = default
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+
+
+def _configured_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    configured = config.get("chat_template")
+    if isinstance(configured, list):
+        return {entry["name"]: entry["template"] for entry in configured}
+    return {"default": configured} if isinstance(configured, str) else {}
 
 
 # --- what the template gets -----------------------------------------------------------------------

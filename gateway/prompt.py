@@ -50,12 +50,9 @@ OBSERVED_BYTES_MIN = 2_000
 
 SPEED_SMOOTHING = 0.2
 
-PATIENCE = 5.0
-"""A prompt that should have been ready is waited for up to so many budgets: the machine is busy."""
-
-TEXT_CHAIN_SHARE = 0.25
-"""From this share of the budget on a prompt is remembered by its text too, since the next turn,
-being longer, may have to be routed by that alone."""
+PATIENCE = 15.0
+"""A prompt that should have been ready is waited for up to so many budgets: the machine is busy, and
+on a guess its history may be computed again, which costs more than the wait."""
 
 REMOTE_FIELDS = (
     "messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt",
@@ -319,16 +316,9 @@ class PromptPipeline:
     async def _read_here(self, route: Route, body: Body, renderer: ModelRenderer) -> Prompt:
         """Raises: TimeoutError, RenderError."""
         effort, size = self._effort, len(body.raw)
-        expected_s = effort.expected_s(size, self._thread_count)
-        if expected_s > self._budget_s:
+        if effort.expected_s(size, self._thread_count) > self._budget_s:
             raise TimeoutError
-        is_long = expected_s > self._budget_s * TEXT_CHAIN_SHARE
-        job = _Job(
-            fields=_prompt_fields(route, body.fields),
-            spaces=self._exact_spaces(body),
-            salt=_salt(body),
-            text=_text_chain(route, body) if is_long else None,
-        )
+        job = _Job(route, body, _prompt_fields(route, body.fields), self._exact_spaces(body))
         effort.backlog_bytes += size
         task = asyncio.ensure_future(self._in_thread(_read_timed, renderer, job))
         task.add_done_callback(lambda done: self._note_effort(done, size))
@@ -371,19 +361,21 @@ class PromptPipeline:
 class _Job:
     """One prompt to be tokenised in a thread."""
 
-    fields: Mapping[str, Any]
+    route: Route
+    body: Body
+    fields: Mapping[str, Any]  # with one prompt
     spaces: Sequence[BlockSpace]
-    salt: str | None
-    text: Sequence[BlockHash] | None  # its chain by text, if that is to be remembered too
 
 
 def _read_timed(renderer: ModelRenderer, job: _Job) -> tuple[Prompt, float]:
-    """Return the prompt, and the processor time that it took."""
+    """Return the prompt, and the processor time that it took.
+
+    It is known by its text too, so that a later turn that can't be tokenised finds its way by that.
+    """
     began = time.thread_time()
-    prompt = _make_prompt(_token_ids(renderer, job.fields), job.spaces, job.salt)
-    if job.text is not None:
-        prompt = Prompt(prompt.token_count, {**prompt.chains, TEXT_SPACE: job.text})
-    return prompt, time.thread_time() - began
+    prompt = _make_prompt(_token_ids(renderer, job.fields), job.spaces, _salt(job.body))
+    chains = {**prompt.chains, TEXT_SPACE: _text_chain(job.route, job.body)}
+    return Prompt(prompt.token_count, chains), time.thread_time() - began
 
 
 def _token_ids(renderer: ModelRenderer, fields: Mapping[str, Any]) -> list[int]:

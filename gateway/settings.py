@@ -346,8 +346,8 @@ class _Document:
         if detail["type"] == "missing":
             return self._line(path, "missing; it must be given")
         if detail["type"] == "model_type":
-            known = ", ".join(_fields_at(path))
-            return self._line(path, f"expected keys and values; known here: {known}")
+            names = ", ".join(_fields_at(path))
+            return self._line(path, f"expected keys and values; known here: {names}")
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
         if isinstance(given, str | int | float | bool):

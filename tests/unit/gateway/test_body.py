@@ -1,0 +1,227 @@
+"""Bodies: what is read of them, and which are refused before any engine is asked."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from moongate.gateway.body import (
+    SESSION_HEADERS,
+    SESSION_KEY_CHARS_MAX,
+    Body,
+    find_session_key,
+    find_user,
+    parse_body,
+)
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.routes import PROXIED
+
+CHAT = PROXIED["/v1/chat/completions"]
+COMPLETION = PROXIED["/v1/completions"]
+TOKENIZE = PROXIED["/tokenize"]
+RESPONSES = PROXIED["/v1/responses"]
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT_BYTES = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+def chat(**fields: object) -> Body:
+    return parse_body(orjson.dumps({"model": "m", "messages": MESSAGES, **fields}), CHAT)
+
+
+def refusal_of(raw: bytes, route: Any = CHAT) -> tuple[int, str, str | None]:
+    with pytest.raises(GatewayError) as refused:
+        parse_body(raw, route)
+    assert refused.value.code == "invalid_request"
+    return refused.value.status, refused.value.message, refused.value.param
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def test_c16_the_bytes_and_every_field_are_kept() -> None:
+    raw = b'{"model":"m", "x_new_2027":[1, 1.0], ' + CHAT_BYTES + b"}"
+    body = parse_body(raw, CHAT)
+    assert body == Body(
+        raw, {"model": "m", "x_new_2027": [1, 1.0], "messages": MESSAGES}, "m", is_stream=False
+    )
+    assert [type(value) for value in body.fields["x_new_2027"]] == [int, float]
+
+
+@pytest.mark.parametrize(("stream", "is_stream"), [(True, True), (False, False), (None, False)])
+def test_a_stream_is_asked_for_with_true(stream: bool | None, is_stream: bool) -> None:
+    assert chat(stream=stream).is_stream is is_stream
+
+
+@pytest.mark.parametrize("prompt", ["", "a", [1, 2], ["a", "b"], [[1], [2]]])
+def test_a_completion_takes_every_form_of_prompt(prompt: object) -> None:
+    raw = orjson.dumps({"model": "m", "prompt": prompt})
+    assert parse_body(raw, COMPLETION).fields["prompt"] == prompt
+
+
+def test_a_completion_may_have_embeddings_for_a_prompt() -> None:
+    assert parse_body(b'{"model":"m","prompt_embeds":"x"}', COMPLETION).model == "m"
+
+
+def test_some_routes_do_without_a_model() -> None:
+    assert parse_body(b'{"prompt":"a"}', TOKENIZE).model is None
+
+
+def test_routes_that_routing_does_not_read_are_not_checked() -> None:
+    assert parse_body(b'{"model":"m","input":7}', RESPONSES).model == "m"
+
+
+# --- what only a lenient parser takes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [b'"x \\ud83d y"', b"NaN", b"-Infinity", b"1e999", b"9" * 400])
+def test_c19_a_body_that_only_a_lenient_parser_takes_passes(value: bytes) -> None:
+    body = parse_body(b'{"model":"m",' + CHAT_BYTES + b',"x":' + value + b"}", CHAT)
+    assert (body.model, body.is_lenient) == ("m", True)
+
+
+def test_c19_a_pair_of_surrogates_is_an_ordinary_character() -> None:
+    body = parse_body(b'{"model":"m",' + CHAT_BYTES + b',"x":"\\ud83d\\ude42"}', CHAT)
+    assert (body.fields["x"], body.is_lenient) == ("🙂", False)
+
+
+@pytest.mark.parametrize("name", ["prompt_cache_key", "user"])
+def test_c19_a_key_with_a_lone_surrogate_can_be_hashed(name: str) -> None:
+    raw = b'{"model":"m",' + CHAT_BYTES + b',"' + name.encode() + b'":"k\\ud83d"}'
+    body = parse_body(raw, CHAT)
+    key = find_session_key({}, body, None) if name == "prompt_cache_key" else find_user(body)
+    assert key == "k\\ud83d"
+
+
+# --- C30: what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"model":', "the body is not JSON: "),
+        (b"", "the body is empty; expected a JSON object"),
+        (b"[]", "the body must be a JSON object, got a list"),
+        (b"7", "the body must be a JSON object, got a number"),
+        (b"null", "the body must be a JSON object, got nothing"),
+        (b'{"model":"\xff"}', "the body is not UTF-8: invalid start byte at byte 10"),
+        (b'{"model":"\xed\xa0\xbd"}', "the body is not UTF-8: "),
+        (b"[" * 100_000, "the body is nested too deeply"),
+        (b'{"model":"m"} x', "the body is not JSON: "),
+    ],
+)
+def test_c30_a_body_that_is_no_json_object_is_refused(raw: bytes, message: str) -> None:
+    status, text, param = refusal_of(raw)
+    assert (status, text[: len(message)], param) == (400, message, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "model: missing; name one of the models of /v1/models"),
+        ({"model": None}, "model: missing; name one of the models of /v1/models"),
+        ({"model": 7}, "model: expected a string, got a number"),
+        ({"model": ["m"]}, "model: expected a string, got a list"),
+        ({"model": "m", "stream": "true"}, "stream: expected true or false, got a string"),
+        ({"model": "m", "stream": 1}, "stream: expected true or false, got a number"),
+        ({"model": "m"}, "messages: expected a list of messages, got nothing"),
+        ({"model": "m", "messages": {}}, "messages: expected a list of messages, got an object"),
+        ({"model": "m", "messages": []}, "messages: empty; expected at least one message"),
+    ],
+)
+def test_c30_a_chat_without_what_it_needs_is_refused_by_name(
+    fields: dict[str, object], message: str
+) -> None:
+    assert refusal_of(orjson.dumps(fields)) == (400, message, message.partition(":")[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "prompt: missing; expected a text, token ids, or a list of these"),
+        ({"prompt": True}, "prompt: expected a text or a list, got true or false"),
+    ],
+)
+def test_c30_a_completion_without_a_prompt_is_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    raw = orjson.dumps({"model": "m", **fields})
+    assert refusal_of(raw, COMPLETION) == (400, message, "prompt")
+
+
+# --- keys given twice -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(b'"model":"m"', b'"model":"n"'), (b'"model":"m"', b'"m\\u006fdel":"n"'),
+     (b'"model":"m","stream":true', b'"stream":true')],
+)  # fmt: skip
+def test_a_key_that_decides_may_not_be_given_twice(first: bytes, second: bytes) -> None:
+    raw = b"{" + first + b"," + CHAT_BYTES + b"," + second + b"}"
+    status, message, param = refusal_of(raw)
+    assert (status, message) == (400, f"{param}: given twice")
+
+
+def test_the_same_key_further_inside_is_another() -> None:
+    assert chat(metadata={"model": "x", "stream": 1}, x=[{"model": "y"}]).model == "m"
+
+
+def test_a_key_in_a_text_is_no_key() -> None:
+    assert chat(x='"model" "model" \\u006f').model == "m"
+
+
+def test_looking_for_keys_given_twice_ends_at_any_depth() -> None:
+    nested = b"[" * 1020 + b"]" * 1020
+    raw = b'{"model":"m",' + CHAT_BYTES + b',"x":' + nested + b',"y":{"model":1}}'
+    with pytest.raises(GatewayError, match="nested too deeply"):
+        parse_body(raw, CHAT)
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", SESSION_HEADERS)
+def test_a_session_is_named_by_the_headers_that_agents_send(header: str) -> None:
+    assert find_session_key({header: "s"}, chat(), None) == "s"
+
+
+def test_the_first_header_counts_and_the_configured_one_before_it() -> None:
+    headers = {"x-mine": "0", "x-session-id": "1", "x-moongate-session": "2"}
+    assert find_session_key(headers, chat(), None) == "1"
+    assert find_session_key(headers, chat(), "x-mine") == "0"
+
+
+def test_headers_count_before_the_body() -> None:
+    body = chat(prompt_cache_key="b")
+    assert find_session_key({"session-id": "h"}, body, None) == "h"
+    assert find_session_key({"session-id": ""}, body, None) == "b"
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"prompt_cache_key": "p", "metadata": {"user_id": "u"}}, "p"),
+        ({"metadata": {"user_id": "u"}}, "u"),
+        ({"metadata": "x"}, None),
+        ({"prompt_cache_key": 7}, None),
+        ({"prompt_cache_key": ""}, None),
+        ({"user": "u"}, None),
+    ],
+)
+def test_a_body_names_its_session(fields: dict[str, object], key: str | None) -> None:
+    assert find_session_key({}, chat(**fields), None) == key
+
+
+def test_a_long_key_is_cut() -> None:
+    assert find_session_key({"session-id": "x" * 10_000}, chat(), None) == (
+        "x" * SESSION_KEY_CHARS_MAX
+    )
+
+
+@pytest.mark.parametrize(("user", "key"), [("u", "u"), ("", None), (7, None), (None, None)])
+def test_the_user_only_breaks_ties(user: object, key: str | None) -> None:
+    assert (
+        find_user(parse_body(json.dumps({"prompt": "a", "user": user}).encode(), TOKENIZE)) == key
+    )

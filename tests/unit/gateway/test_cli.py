@@ -1,0 +1,209 @@
+"""The `moongate` command: exit codes, and what it prints."""
+
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from moongate.cli import main
+
+GOOD = """\
+policy: {name: least_loaded}
+instances:
+  - {id: a, url: http://127.0.0.1:8101}
+  - {id: b, url: http://127.0.0.1:8102}
+"""
+COMMANDS = (
+    ["serve"],
+    ["up"],
+    ["check"],
+    ["explain"],
+    ["sim-engine"],
+    ["engine"],
+    ["engine", "command"],
+    ["engine", "serve"],
+)
+
+
+def exit_code_of(*arguments: str) -> object:
+    """Return the exit code of a command line that the parser itself ends."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def test_a_good_file_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "m.yaml", GOOD)
+    assert main(["check", "-c", file]) == 0
+    assert capsys.readouterr().out == f"{file}: ok; policy least_loaded, instances a, b\n"
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_c96_a_bad_file_gets_a_line_for_each_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    file = write(tmp_path / "m.yaml", "polcy: x\nlisten: {port: -1}\n" + GOOD)
+    assert main([command, "-c", file]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"moongate: {file}:2: listen.port: Input should be greater than")
+    assert lines[1].startswith(f"moongate: {file}:1: polcy: unknown key (did you mean policy?)")
+
+
+def test_a_file_that_is_not_there_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-c", "/nowhere/m.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("moongate: /nowhere/m.yaml: can't be read: ")
+
+
+# --- used wrongly ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["check"],
+        ["serve", "-c", "x", "--port", "70000"],
+        ["serve", "-c", "x", "--port", "²"],
+        ["up", "--engines", "0"],
+        ["up", "--engine", "gpt"],
+        ["engine"],
+        ["engine", "command"],
+        ["--log-level", "loud", "check", "-c", "x"],
+    ],
+)
+def test_a_command_line_that_makes_no_sense_exits_with_2(arguments: list[str]) -> None:
+    assert exit_code_of(*arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["up", "--policy", "kv_awre"], "unknown policy 'kv_awre'"),
+        (["up", "--engine", "vllm"], "--engine vllm needs --model DIR"),
+    ],
+)
+def test_a_local_stack_that_can_not_be_exits_with_2(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"moongate: {problem}")
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(*command, "--help") == 0
+    assert f"usage: moongate {' '.join(command)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        (["up"], {"--engines": "3", "--engine": "sim", "--port": "8000", "--policy": "kv_cost",
+                  "--model": "its own"}),
+        (["explain"], {"--url": "http://127.0.0.1:8000"}),
+        (
+            ["engine", "command"],
+            {"--host": "127.0.0.1", "--port": "8101", "--kv-events-port": "5601",
+             "--kv-replay-port": "6601", "--device": "gpu", "--served-model-name": "the model's",
+             "--block-size": "vLLM's", "--max-model-len": "the model's",
+             "--dtype": "the model's own", "--python": "this one"},
+        ),
+    ],
+)  # fmt: skip
+def test_help_states_the_defaults(
+    command: list[str], defaults: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code_of(*command, "--help")
+    text = " ".join(capsys.readouterr().out.split("options:")[1].split())
+    stated = {
+        option: text.split(f" {option} ")[-1].split("default: ")[1].split(")")[0]
+        for option in defaults
+    }
+    assert stated == defaults
+
+
+def test_every_option_of_the_simulated_engine_states_its_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exit_code_of("sim-engine", "--help")
+    _, *options = capsys.readouterr().out.split("\n  --")
+    required = [text.split()[0] for text in options if "(default" not in text]
+    assert required == ["port"]
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of("--version") == 0
+    assert capsys.readouterr().out.startswith("moongate 0.")
+
+
+# --- engine command -------------------------------------------------------------------------------
+
+
+def test_the_engines_command_is_one_line_for_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["engine", "command", "--model", "/models/my model", "--port", "8105"]
+    assert main([*arguments, "--python", "py", "--", "--seed", "7"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    words = shlex.split(line)
+    assert "PYTHONHASHSEED=0" in words
+    start = words.index("py")
+    assert words[start : start + 5] == (
+        ["py", "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/my model"]
+    )
+    config = json.loads(words[words.index("--kv-events-config") + 1])
+    assert config["topic"] == "kv@127.0.0.1:8105@my model"
+    assert words[-2:] == ["--seed", "7"]
+
+
+def test_an_engine_that_can_not_be_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "m", "--device", "cpu", "--block-size", "7"]
+    assert main(["engine", "command", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("moongate: ")
+
+
+def test_an_interpreter_that_is_not_there_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "serve", "--model", "m", "--python", "/nowhere/python"]) == 1
+    assert capsys.readouterr().err == "moongate: /nowhere/python: No such file or directory\n"
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def test_explain_against_a_closed_port_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    body = write(tmp_path / "request.json", "{}")
+    assert main(["explain", "-f", body, "--url", url]) == 1
+    assert capsys.readouterr().err.startswith(f"moongate: {url}: ")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[::1", "ftp://h"])
+def test_explain_of_an_address_that_is_none_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    body = write(tmp_path / "request.json", "{}")
+    assert main(["explain", "-f", body, "--url", url]) == 1
+    assert capsys.readouterr().err.startswith(f"moongate: {url}: ")
+
+
+def test_explain_without_its_file_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "-f", "/nowhere/request.json"]) == 1
+    assert capsys.readouterr().err == "moongate: /nowhere/request.json: No such file or directory\n"

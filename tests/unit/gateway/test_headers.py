@@ -1,0 +1,110 @@
+"""Which headers cross the gateway."""
+
+import pytest
+
+from moongate.gateway.headers import (
+    CREDENTIALS,
+    HOP_BY_HOP,
+    clean_request_id,
+    read_headers,
+    request_headers,
+    response_headers,
+)
+
+Raw = list[tuple[bytes, bytes]]
+
+
+def sent(raw: Raw, *, forward: bool = False, api_key: str | None = None) -> list[tuple[str, str]]:
+    return request_headers(raw, request_id="r1", forward_credentials=forward, api_key=api_key)
+
+
+def test_ordinary_headers_reach_the_engine_as_they_are() -> None:
+    raw = [(b"Content-Type", b"application/json"), (b"x-session-id", b"\xe9"), (b"accept", b"*/*")]
+    assert sent(raw) == [
+        ("Content-Type", "application/json"),
+        ("x-session-id", "é"),
+        ("accept", "*/*"),
+        ("x-request-id", "r1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(HOP_BY_HOP),
+        *(b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank"),
+        *(b"x-moongate-policy", b"X-Moongate-Priority"),
+    ],
+)
+def test_what_belongs_to_one_connection_or_to_the_gateway_stays(name: bytes) -> None:
+    assert sent([(name, b"x"), (name.upper(), b"y")]) == [("x-request-id", "r1")]
+
+
+def test_headers_that_the_connection_header_names_stay() -> None:
+    raw = [(b"Connection", b"close, X-Private"), (b"x-private", b"1"), (b"x-public", b"2")]
+    assert sent(raw) == [("x-public", "2"), ("x-request-id", "r1")]
+
+
+@pytest.mark.parametrize("name", sorted(CREDENTIALS))
+def test_a_clients_credentials_go_on_only_where_that_is_wanted(name: bytes) -> None:
+    raw = [(name, b"secret")]
+    assert sent(raw) == [("x-request-id", "r1")]
+    assert sent(raw, forward=True) == [(name.decode(), "secret"), ("x-request-id", "r1")]
+
+
+def test_the_engines_own_key_replaces_the_clients() -> None:
+    raw = [(b"authorization", b"Bearer client"), (b"x-api-key", b"client")]
+    assert sent(raw, forward=True, api_key="engine") == [
+        ("x-request-id", "r1"),
+        ("authorization", "Bearer engine"),
+    ]
+
+
+def test_repeated_headers_are_sent_repeatedly() -> None:
+    assert sent([(b"accept", b"a"), (b"accept", b"b")])[:2] == [("accept", "a"), ("accept", "b")]
+
+
+def test_an_answers_headers_come_back_with_ours_in_place_of_equal_names() -> None:
+    raw = [
+        (b"Content-Type", b"application/json"),
+        (b"X-Request-Id", b"theirs"),
+        (b"Date", b"now"),
+        (b"Transfer-Encoding", b"chunked"),
+        (b"set-cookie", b"a=1"),
+        (b"set-cookie", b"b=2"),
+    ]
+    assert response_headers(raw, {"x-request-id": "r1"}) == [
+        (b"content-type", b"application/json"),
+        (b"set-cookie", b"a=1"),
+        (b"set-cookie", b"b=2"),
+        (b"x-request-id", b"r1"),
+    ]
+
+
+def test_headers_that_the_answers_connection_header_names_stay() -> None:
+    raw = [(b"connection", b"x-private"), (b"X-Private", b"1")]
+    assert response_headers(raw, {}) == []
+
+
+def test_of_repeated_headers_the_first_is_read() -> None:
+    raw = [(b"X-Session-Id", b" a "), (b"x-session-id", b"b"), (b"x-odd", b"\xe9")]
+    assert read_headers(raw) == {"x-session-id": "a", "x-odd": "é"}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("req-1_A.~", "req-1_A.~"),
+        ("x" * 128, "x" * 128),
+        ("x" * 129, None),
+        ("", None),
+        (None, None),
+        ("a b", None),
+        ("a\nb", None),
+        ("é", None),
+    ],
+)
+def test_a_request_id_is_echoed_if_it_can_be_logged_safely(
+    given: str | None, kept: str | None
+) -> None:
+    assert clean_request_id(given) == kept

@@ -1,0 +1,92 @@
+"""The route receipt, from decisions written out by hand."""
+
+from dataclasses import replace
+
+from moongate.gateway.receipt import decision_as_json, receipt_headers
+from moongate.router import Decision
+from moongate.router.commands import CandidateReport
+from moongate.router.model import Holder, InstanceId, Reason, Trust
+
+FIRST = CandidateReport(
+    holder=Holder(InstanceId("a"), 1),
+    overlap_tokens=96,
+    confirmed_tokens=64,
+    trust=Trust.EXACT,
+    active_requests=2,
+    queued_prefill_tokens=300,
+    cost_ms=12.34,
+    cost_terms_ms={"prefill": 10.0, "queue": 2.34},
+)
+SECOND = CandidateReport(
+    holder=Holder(InstanceId("b")),
+    overlap_tokens=0,
+    confirmed_tokens=0,
+    trust=Trust.APPROXIMATE,
+    active_requests=0,
+    queued_prefill_tokens=0,
+    cost_ms=20.0,
+)
+DECISION = Decision("kv_cost", Reason.DEVICE_PREFIX, 128, 96, (FIRST, SECOND))
+
+
+def test_the_headers_of_a_decision() -> None:
+    assert receipt_headers(DECISION) == {
+        "x-moongate-instance": "a@1",
+        "x-moongate-policy": "kv_cost",
+        "x-moongate-reason": "device_prefix",
+        "x-moongate-device-tokens": "96",
+        "x-moongate-pool-tokens": "0",
+        "x-moongate-prompt-tokens": "128",
+        "x-moongate-cost-ms": "12.3",
+        "x-moongate-runner-up": "b;20.0",
+    }
+
+
+def test_what_is_not_known_has_no_header() -> None:
+    only = replace(SECOND, cost_ms=None)
+    assert receipt_headers(Decision("random", Reason.ONLY_CHOICE, None, 0, (only,))) == {
+        "x-moongate-instance": "b",
+        "x-moongate-policy": "random",
+        "x-moongate-reason": "only_choice",
+        "x-moongate-device-tokens": "0",
+        "x-moongate-pool-tokens": "0",
+    }
+
+
+def test_a_runner_up_without_a_cost_is_named_all_the_same() -> None:
+    ranking = (replace(SECOND, cost_ms=None), replace(FIRST, cost_ms=None))
+    decision = Decision("random", Reason.LOAD, None, 0, ranking)
+    assert receipt_headers(decision)["x-moongate-runner-up"] == "a@1;"
+
+
+def test_a_decision_as_json_has_every_candidate_and_cost_term() -> None:
+    assert decision_as_json(DECISION) == {
+        "policy": "kv_cost",
+        "reason": "device_prefix",
+        "instance": "a@1",
+        "prompt_tokens": 128,
+        "device_tokens": 96,
+        "pool_tokens": 0,
+        "candidates": [
+            {
+                "instance": "a",
+                "rank": 1,
+                "trust": "exact",
+                "overlap_tokens": {"device": 96, "confirmed": 64, "pool": 0},
+                "active_requests": 2,
+                "queued_prefill_tokens": 300,
+                "cost_ms": 12.34,
+                "cost_terms_ms": {"prefill": 10.0, "queue": 2.34},
+            },
+            {
+                "instance": "b",
+                "rank": None,
+                "trust": "approximate",
+                "overlap_tokens": {"device": 0, "confirmed": 0, "pool": 0},
+                "active_requests": 0,
+                "queued_prefill_tokens": 0,
+                "cost_ms": 20.0,
+                "cost_terms_ms": {},
+            },
+        ],
+    }

@@ -1,0 +1,395 @@
+"""The configuration file: what it may say, and the line that each wrong value gets."""
+
+from pathlib import Path
+
+import pytest
+
+from moongate.gateway.settings import Settings, SettingsError, load_settings, parse_settings
+
+ONE = "instances:\n  - {id: a, url: http://127.0.0.1:8101}\n"
+
+
+def parse(text: str, **environment: str) -> Settings:
+    return parse_settings(text, "m.yaml", environment)
+
+
+def problems_of(text: str, **environment: str) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as refused:
+        parse(text, **environment)
+    return refused.value.problems
+
+
+def instance(fields: str) -> str:
+    return "instances:\n  - {id: a, url: http://127.0.0.1:8101, " + fields + "}\n"
+
+
+# --- what is right --------------------------------------------------------------------------------
+
+FULL = """\
+listen: {host: 127.0.0.1, port: 8000}
+limits: {body_bytes_max: 67108864, queue_requests_max: 1024, upstream_timeout_s: 600, \
+connect_timeout_s: 5, headers_bytes_max: 65536, allow_kv_transfer_params: false}
+auth: {forward_client_key: false, admin_key_env: null}
+policy:
+  name: kv_cost
+  options: {}
+  allow_override: false
+tokenizer: {mode: auto, budget_ms: 200, forward_ids: auto}
+session: {header: null}
+pool: {kind: none}
+state: {kind: memory}
+instances:
+  - {id: a, url: http://127.0.0.1:8101, role: both}
+  - {id: b, url: http://127.0.0.1:8102, kv_events: tcp://127.0.0.1:5602, \
+kv_replay: tcp://127.0.0.1:6602, models: [m], ranks: 2, weight: 2, block_size: 64}
+discovery: {kind: static}
+observability: {otlp_endpoint: null, receipt_headers: true, stream_usage: asked, keep_text: false}
+health: {interval_s: 2, timeout_s: 1, down_after: 2, up_after: 1}
+drain: {limit_s: 300}
+"""
+
+
+def test_the_contracts_example_says_what_the_defaults_are() -> None:
+    full, bare = parse(FULL).model_dump(), parse(ONE).model_dump()
+    instances = full.pop("instances")
+    assert full == {key: value for key, value in bare.items() if key != "instances"}
+    assert instances[0] == bare["instances"][0]
+    assert instances[1] == {
+        "id": "b",
+        "url": "http://127.0.0.1:8102",
+        "role": "both",
+        "kv_events": "tcp://127.0.0.1:5602",
+        "kv_replay": "tcp://127.0.0.1:6602",
+        "ranks": 2,
+        "block_size": 64,
+        "models": ["m"],
+        "weight": 2.0,
+        "api_key_env": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "numbers"), [("null", None), ("3", (0, 1, 2)), ("[4, 5]", (4, 5))]
+)
+def test_ranks_are_a_number_or_a_list(ranks: str, numbers: tuple[int, ...] | None) -> None:
+    assert parse(instance(f"ranks: {ranks}")).instances[0].rank_numbers == numbers
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("http://engine:8101/", "http://engine:8101"),
+        ("HTTP://Engine:8101", "http://engine:8101"),
+        ("https://engine", "https://engine"),
+        ("http://[::1]:8101", "http://[::1]:8101"),
+    ],
+)
+def test_a_url_is_kept_in_one_spelling(url: str, kept: str) -> None:
+    assert parse(f"instances:\n  - {{id: a, url: '{url}'}}\n").instances[0].url == kept
+
+
+def test_a_wildcard_address_is_left_for_the_instances_host() -> None:
+    assert parse(instance("kv_events: 'tcp://*:5601'")).instances[0].kv_events == "tcp://*:5601"
+
+
+def test_a_header_name_is_compared_in_lower_case() -> None:
+    assert parse("session: {header: X-Agent}\n" + ONE).session.header == "x-agent"
+
+
+def test_an_engines_key_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONGATE_TEST_KEY", "secret")
+    assert parse(instance("api_key_env: MOONGATE_TEST_KEY")).instances[0].api_key_env == (
+        "MOONGATE_TEST_KEY"
+    )
+
+
+# --- C96: wrong values ----------------------------------------------------------------------------
+
+POLICIES = (
+    "kv_cost, least_loaded, module:Class, power_of_two, prefix_affinity, random, round_robin, "
+    "session_hash"
+)
+SECTIONS = (
+    "auth, discovery, drain, health, instances, limits, listen, observability, policy, pool, "
+    "session, state, tokenizer"
+)
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (
+            "policy:\n  name: kv_cst\n",
+            (f"2: policy.name: unknown policy (did you mean kv_cost?); known here: {POLICIES}; "
+            "got 'kv_cst'"),
+        ),
+        (
+            "policy: kv_awre\n",
+            "1: policy: expected keys and values; known here: name, options, allow_override",
+        ),
+        (
+            "policy: {options: {wieght: 1}}\n",
+            ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
+            "approximate_weight, degraded_weight, history_weight"),
+        ),
+        ("health:\n  interval_s: 0\n", "2: health.interval_s: Input should be greater than 0; got 0"),
+        (
+            "limits: {upstream_timeout_s: .inf}\n",
+            "1: limits.upstream_timeout_s: Input should be a finite number; got inf",
+        ),
+        (
+            "session: {header: 'bad name'}\n",
+            ("1: session.header: expected the name of an HTTP header, such as x-agent-session; "
+            "got 'bad name'"),
+        ),
+        (
+            'session: {header: "x-a\\n"}\n',
+            ("1: session.header: expected the name of an HTTP header, such as x-agent-session; "
+            "got 'x-a\\n'"),
+        ),
+        ("polcy: x\n", f"1: polcy: unknown key (did you mean policy?); known here: {SECTIONS}"),
+        ("health_interval: 0\n", f"1: health_interval: unknown key; known here: {SECTIONS}"),
+        (
+            "listen:\n  prot: 1\n",
+            "2: listen.prot: unknown key (did you mean port?); known here: host, port",
+        ),
+        (
+            "tokenizer: {mode: lcal}\n",
+            ("1: tokenizer.mode: Input should be 'auto', 'local', 'remote' or 'off'; got 'lcal' "
+            "(did you mean local?)"),
+        ),
+        (
+            "tokenizer: {path: /nowhere}\n",
+            "1: tokenizer: path: /nowhere has no tokenizer.json",
+        ),
+        (
+            "listen: {port: 70000}\n",
+            "1: listen.port: Input should be less than or equal to 65535; got 70000",
+        ),
+        ("listen: {port: '80'}\n", "1: listen.port: Input should be a valid integer; got '80'"),
+        (
+            "limits: {body_bytes_max: true}\n",
+            "1: limits.body_bytes_max: Input should be a valid integer; got True",
+        ),
+        (
+            "listen:\n\tport: 1\n",
+            ("2: not YAML: found character '\\t' that cannot start any token "
+            "(YAML wants spaces, not tabs)"),
+        ),
+        ("listen: {port: 1, port: 2}\n", "1: listen.port: given twice"),
+        ("drain: {}\nlisten: {}\ndrain: {}\n", "3: drain: given twice"),
+    ],
+)  # fmt: skip
+def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, problem: str) -> None:
+    assert problems_of(head + ONE) == (f"m.yaml:{problem}",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("weight: -1", "0.weight: Input should be greater than 0; got -1"),
+        ("weight: .nan", "0.weight: Input should be a finite number; got nan"),
+        ("role: prefill", "0.role: Input should be 'both'; got 'prefill'"),
+        ("ranks: [0, 0]", "0: ranks: a rank is named twice"),
+        ("ranks: [0, x]", "0.ranks: Input should be a valid integer"),
+        ("kv_replay: 'tcp://*:1'", "0: kv_replay without kv_events"),
+        (
+            "kv_events: 'tcp://*:0'",
+            (
+                "0.kv_events: KV events at tcp://*:0: expected tcp://host:port with a fixed port; "
+                "got 'tcp://*:0'"
+            ),
+        ),
+        ("api_key_env: NOT_SET_1", "0: api_key_env: the variable NOT_SET_1 is not set"),
+        (
+            "rank: 1",
+            (
+                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, id, "
+                "kv_events, kv_replay, models, ranks, role, url, weight"
+            ),
+        ),
+    ],
+)
+def test_c96_a_wrong_value_of_an_instance_names_it(fields: str, problem: str) -> None:
+    assert problems_of(instance(fields))[0] == f"m.yaml:2: instances.{problem}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8101", "ftp://h:1", "http://", "http://h:1/v1", "http://h:1?q", "http://u@h:1"),
+        *("http://@h:1", "http://h:0", "http://h:99999", "http://h:x", "http://h:", "http://h :1"),
+        "http://[::1:1",
+    ],
+)  # fmt: skip
+def test_c96_a_url_that_can_not_be_reached_is_refused(url: str) -> None:
+    (problem,) = problems_of(f"instances:\n  - {{id: a, url: '{url}'}}\n")
+    assert problem.startswith("m.yaml:2: instances.0.url: ")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "é", "a" * 65])
+def test_an_id_is_a_short_plain_name(name: str) -> None:
+    (problem,) = problems_of(f"instances:\n  - {{id: '{name}', url: http://h:1}}\n")
+    assert problem.startswith("m.yaml:2: instances.0.id: ")
+
+
+@pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        ("{id: a, url: http://h:2}", "id a"),
+        ("{id: b, url: 'http://H:1/'}", "url http://h:1"),
+    ],
+)
+def test_an_id_or_url_used_twice_is_refused(second: str, what: str) -> None:
+    text = f"drain: {{}}\ninstances:\n  - {{id: a, url: http://h:1}}\n  - {second}\n"
+    assert problems_of(text) == (f"m.yaml:2: instances: the {what} is used twice",)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", ":1: expected keys and values, such as instances: [...]"),
+        ("- a\n", ":1: expected keys and values, such as instances: [...]"),
+        ("listen: {}\n", ":1: instances: missing; it must be given"),
+        ("instances:\n  - {id: a}\n", ":2: instances.0.url: missing; it must be given"),
+        ("a: [\n", ":2: not YAML: expected the node content, but found '<stream end>'"),
+        (
+            "listen: {host: !x y}\n",
+            ":1: listen.host: can't be read: could not determine a constructor for the tag '!x'",
+        ),
+        (
+            "listen: {host: 2001-99-99}\n",
+            ":1: listen.host: can't be read: month must be in 1..12",
+        ),
+    ],
+)
+def test_c96_a_file_of_another_form_gets_one_line(text: str, problem: str) -> None:
+    assert problems_of(text) == (f"m.yaml{problem}",)
+
+
+def test_c96_a_forbidden_character_gets_one_line() -> None:
+    (problem,) = problems_of("\x00")
+    assert problem.startswith("m.yaml: not YAML: unacceptable character #x0000")
+    assert "\n" not in problem
+
+
+def test_an_alias_that_contains_itself_has_an_end() -> None:
+    (problem,) = problems_of("listen: &a {x: *a}\n" + ONE)
+    assert problem.endswith(": nested too deeply")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    problems = problems_of("listen: {port: -1}\nhealth: {up_after: 0}\n" + ONE)
+    assert [problem.split(": ")[1] for problem in problems] == ["listen.port", "health.up_after"]
+
+
+# --- keys of later versions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "pool: {kind: none}",
+        "pool: {}",
+        "state: {kind: memory, url: null}",
+        "discovery: {kind: static}",
+        "tokenizer: {forward_ids: 'off'}",
+        "observability: {stream_usage: asked}",
+    ],
+)
+def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
+    assert parse(f"{section}\n{ONE}") == parse(ONE)
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ("pool: {kind: mooncake}", "pool.kind: this version supports none only: 'mooncake'"),
+        ("pool: {master: 'h:1'}", "pool.master: this version supports null only: 'h:1'"),
+        ("pool: none", "pool: expected keys and values, such as {kind: none}"),
+        ("state: {kind: redis}", "state.kind: this version supports memory only: 'redis'"),
+        (
+            "tokenizer: {forward_ids: always}",
+            "tokenizer.forward_ids: this version supports off or auto only: 'always'",
+        ),
+        (
+            "observability: {keep_text: true}",
+            "observability.keep_text: this version supports false only: True",
+        ),
+        (
+            "observability: {stream_usge: asked}",
+            (
+                "observability.stream_usge: unknown key (did you mean stream_usage?); known here: "
+                "keep_text, otlp_endpoint, receipt_headers, stream_usage"
+            ),
+        ),
+    ],
+)
+def test_a_later_key_that_asks_for_more_is_refused_by_name(section: str, problem: str) -> None:
+    assert problems_of(f"{section}\n{ONE}") == (f"m.yaml:1: {problem}",)
+
+
+# --- variables ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "host"),
+    [
+        ("${H}", {"H": "h"}, "h"),
+        ("a-${H}.${D:-lan}", {"H": "h"}, "a-h.lan"),
+        ("${H:-x}", {"H": ""}, "x"),
+        ('"${H}"', {"H": "[x"}, "[x"),
+        ("${H}", {"H": "[x"}, "[x"),
+        ("${H}", {"H": "a: b"}, "a: b"),
+        ("${H}", {"H": "${OTHER}"}, "${OTHER}"),
+        ("'${}'", {}, "${}"),
+        ("$H", {"H": "h"}, "$H"),
+    ],
+)
+def test_variables_expand_in_strings(text: str, environment: dict[str, str], host: str) -> None:
+    assert parse(f"listen:\n  host: {text}\n{ONE}", **environment).listen.host == host
+
+
+def test_a_plain_value_from_a_variable_has_the_type_it_looks_like() -> None:
+    settings = parse(
+        f"listen:\n  port: ${{P}}\nhealth:\n  interval_s: ${{S:-0.5}}\n"
+        f"observability:\n  receipt_headers: ${{R}}\n{ONE}",
+        P="9",
+        R="false",
+    )
+    assert settings.listen.port == 9
+    assert settings.health.interval_s == 0.5
+    assert settings.observability.receipt_headers is False
+
+
+def test_a_quoted_value_from_a_variable_stays_a_string() -> None:
+    (problem,) = problems_of('listen:\n  port: "${P}"\n' + ONE, P="9")
+    assert problem == "m.yaml:2: listen.port: Input should be a valid integer; got '9'"
+
+
+def test_a_variable_that_is_not_set_is_named() -> None:
+    assert problems_of("listen:\n  host: ${NO_SUCH}\n" + ONE) == (
+        (
+            "m.yaml:2: listen.host: the variable NO_SUCH is not set "
+            "(give a default with ${NO_SUCH:-value})"
+        ),
+    )
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_files_problems_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "moongate.yaml"
+    file.write_text("instances: []\n")
+    with pytest.raises(SettingsError, match=f"^{file}:1: instances: "):
+        load_settings(file)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_file_that_can_not_be_read_says_so(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "moongate.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SettingsError, match=f"^{file}: can't be read: "):
+        load_settings(file)
