@@ -122,17 +122,21 @@ def _read_publisher(rank: int, config: Mapping[str, Any], instance_url: str) -> 
     )
 
 
+_HOST = re.compile(r"[\w.*:%\[\]-]+")
+
+
 def connectable(endpoint: str, instance_url: str) -> str:
     """Return a bound address as one to connect to: wildcard hosts become the instance's.
 
     Raises: FactsError for what can't be reached from another process, or names no port.
     """
-    if endpoint.startswith("ipc://"):
+    if endpoint.startswith("ipc:///"):
         return endpoint
     if not endpoint.startswith("tcp://"):
         raise FactsError(f"KV events at {endpoint}: only tcp:// and ipc:// can be subscribed to")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if not is_port or not _HOST.fullmatch(host):
         raise FactsError(f"KV events at {endpoint}: expected tcp://host:port with a fixed port")
     if host in ("*", "0.0.0.0", "::", "[::]"):
         host = urlsplit(instance_url).hostname or "127.0.0.1"

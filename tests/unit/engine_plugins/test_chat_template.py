@@ -90,6 +90,12 @@ def test_a_macro_that_nobody_feeds_with_content_wants_text() -> None:
     assert ChatTemplate(macro + in_loop("{{ show(m.name) }}")).content_format == "string"
 
 
+def test_a_macro_inside_of_a_macro_sees_what_that_is_fed_with() -> None:
+    inner = "{% macro inner() %}{% for p in body %}{% endfor %}{% endmacro %}{{ inner() }}"
+    outer = "{% macro outer(body) %}" + inner + "{% endmacro %}"
+    assert ChatTemplate(outer + in_loop("{{ outer(m.content) }}")).content_format == "openai"
+
+
 @pytest.mark.parametrize("alias", ["messages", "messages[1:]", "messages | list", "loop_messages"])
 def test_aliases_of_the_messages_are_followed(alias: str) -> None:
     source = (

@@ -178,7 +178,7 @@ def test_a_bound_address_becomes_one_to_connect_to(endpoint: str, url: str, expe
     "endpoint",
     [
         *("tcp://*:0", "tcp://*", "tcp://*:x", "tcp://*:65536", "tcp://*:²", "tcp://:5557"),
-        *("inproc://cache", "udp://*:1", ""),
+        *("tcp://a b:5557", "tcp://a/b:5557", "inproc://cache", "udp://*:1", "ipc://", ""),
     ],
 )
 def test_c60_an_address_without_a_fixed_port_is_refused(endpoint: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moongate.engine_plugins.vllm_wire import (
@@ -186,6 +186,11 @@ def test_c44_what_follows_the_adapter_stays() -> None:
 def test_c44_a_salt_that_reads_like_the_adapter_stays() -> None:
     event = stored(lora_name="ad-1", extra_keys=[["ad-1", "ad-1"], ["ad-1"]])
     assert extra_keys_of(event) == (("ad-1",), None)
+
+
+def test_c44_only_the_first_key_can_be_the_adapter() -> None:
+    event = stored(lora_name="ad-1", extra_keys=[[["img", 3], "ad-1"], None])
+    assert extra_keys_of(event) == ((("img", 3), "ad-1"), None)
 
 
 def test_without_an_adapter_the_first_key_is_kept() -> None:
@@ -446,6 +451,7 @@ class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
 HASHES = st.integers(0, 2**64 - 1) | st.binary(min_size=32, max_size=32)
 
 
+@settings(deadline=None)
 @given(
     hashes=st.lists(HASHES, min_size=1, max_size=4),
     parent=st.none() | HASHES,
@@ -498,11 +504,13 @@ ODD_EVENTS = (
 )
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=64))
 def test_no_bytes_raise(payload: bytes) -> None:
     assert batch_of(payload).sequence == 7
 
 
+@settings(deadline=None)
 @given(before=st.lists(ODD_EVENTS, max_size=3), after=st.lists(ODD_EVENTS, max_size=3))
 def test_no_event_raises_or_loses_its_neighbours(before: list[object], after: list[object]) -> None:
     marked = {**STORED, "block_hashes": [b"the good one"], "token_ids": [1, 2]}

@@ -1,7 +1,7 @@
 """A stream of bytes comes out whole, in whole events."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moongate.gateway.sse import HELD_BYTES_MAX, EventSplitter, ends_stream
@@ -56,6 +56,7 @@ EVENTS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(events=st.lists(EVENTS, max_size=5), rest=st.just("") | TEXTS, data=st.data())
 def test_any_split_gives_the_same_bytes_in_whole_events(
     events: list[str], rest: str, data: st.DataObject

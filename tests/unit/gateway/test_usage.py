@@ -1,7 +1,7 @@
 """The cached tokens that an engine reports, found in passing."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moongate.gateway.usage import TAIL_BYTES, UsageReader
@@ -51,6 +51,7 @@ def test_only_the_end_of_an_answer_is_searched() -> None:
     assert reported(b" " * 3 * TAIL_BYTES + USAGE) == 48
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, len(USAGE)), max_size=6))
 def test_any_split_reports_the_same(cuts: list[int]) -> None:
     ends = [*sorted(cuts), len(USAGE)]

@@ -4,7 +4,6 @@ Batch 3 of a publisher's process "p" carries one event, `E[3]`; the feed's answe
 they are.
 """
 
-import pytest
 
 from moongate.router.events import BatchReceived, BlocksUnreadable
 from moongate.router.feed import (
