@@ -76,7 +76,7 @@ def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
     if not raw:
         raise _bad("the body is empty; expected a JSON object")
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8-sig"))  # engines take a byte order mark too
     except UnicodeDecodeError as not_text:
         raise _bad(
             f"the body is not UTF-8: {not_text.reason} at byte {not_text.start}"
@@ -106,6 +106,42 @@ def _refuse_duplicates(raw: bytes) -> None:
     for key in _UNIQUE_KEYS:
         if sum(name == key for name, _ in top) > 1:
             raise _bad(f"{key}: given twice", key)
+
+
+def without_key(raw: bytes, key: str) -> bytes:
+    """Return a JSON object's text without a top-level key; every other byte stays as it is.
+
+    The text has been parsed before, so it is an object.
+    """
+    text = raw.decode("utf-8", "surrogateescape")
+    scan = json.JSONDecoder()
+    position = text.index("{") + 1
+    parts, kept_to, is_first = [], 0, True
+    while True:
+        name_at = _skip(text, position, " \t\n\r,")
+        if text[name_at] == "}":
+            break
+        name, colon_at = scan.raw_decode(text, name_at)
+        value_at = _skip(text, colon_at, " \t\n\r:")
+        _, end = scan.raw_decode(text, value_at)
+        if name == key:
+            # With it goes the comma before it, or, if it comes first, the one behind it.
+            cut_from = name_at if is_first else text.rindex(",", 0, name_at)
+            cut_to = end
+            behind = _skip(text, end, " \t\n\r")
+            if is_first and text[behind] == ",":
+                cut_to = behind + 1
+            parts.append(text[kept_to:cut_from])
+            kept_to = cut_to
+        is_first = is_first and name == key
+        position = end
+    return "".join([*parts, text[kept_to:]]).encode("utf-8", "surrogateescape")
+
+
+def _skip(text: str, position: int, characters: str) -> int:
+    while text[position] in characters:
+        position += 1
+    return position
 
 
 def _check_prompt(fields: Mapping[str, Any], route: Route) -> None:

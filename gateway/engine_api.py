@@ -87,13 +87,24 @@ class EngineApi:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineCallFailed(f"{path}: no answer in time") from error
         except httpx.HTTPError as error:
-            is_gone = isinstance(error, httpx.ConnectError | httpx.ReadError)
-            raise EngineCallFailed(f"{path}: {error!r}", is_gone=is_gone) from error
+            raise EngineCallFailed(f"{path}: {error!r}", is_gone=_is_gone(error)) from error
         if answer.status_code != httpx.codes.OK:
             raise EngineCallFailed(
                 f"{path}: status {answer.status_code}", status=answer.status_code
             )
         return answer
+
+
+def _is_gone(error: BaseException | None) -> bool:
+    """Tell whether a refused or reset connection is behind the error.
+
+    A name that does not resolve or a failed TLS handshake says nothing about the process.
+    """
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError | ConnectionResetError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _parse(path: str, content: bytes) -> object:

@@ -16,7 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from moongate.gateway.body import Body, find_session_key, find_user, parse_body
+from moongate.gateway.body import (
+    Body,
+    find_session_key,
+    find_user,
+    parse_body,
+    without_key,
+)
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, error_body, stream_error_events
 from moongate.gateway.headers import (
@@ -59,6 +65,9 @@ logger = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+"""Names another instance to fetch KV from, or token ids in place of the prompt: not for clients."""
 
 ERROR_TEXT_BYTES_MAX = 65_536
 """An engine's plain-text error is wrapped into JSON up to this length."""
@@ -196,7 +205,7 @@ class _Exchange:
     async def run(self, raw: bytes) -> None:
         """Parse, route, relay. A cancellation means that the client has left."""
         try:
-            body = parse_body(raw, self._route)
+            body = self._parse(raw)
             model = self._find_model(body)
             self._model_label = model
             policy = self._find_policy()
@@ -222,6 +231,14 @@ class _Exchange:
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
+
+    def _parse(self, raw: bytes) -> Body:
+        """Return the body, without what only the gateway may say to an engine's KV connector."""
+        body = parse_body(raw, self._route)
+        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        if is_allowed or KV_TRANSFER_PARAMS not in body.fields:
+            return body
+        return parse_body(without_key(raw, KV_TRANSFER_PARAMS), self._route)
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""

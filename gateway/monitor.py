@@ -95,7 +95,11 @@ class Monitor:
     async def _watch(self, watch: _Watch) -> None:
         while True:
             watch.wake.clear()
-            await self._check(watch)
+            try:
+                await self._check(watch)
+            except Exception:
+                # A bug of ours; an instance that is never checked again would be worse.
+                logger.exception("instance %s could not be checked", watch.link.id)
             try:
                 await asyncio.wait_for(watch.wake.wait(), self._health.interval_s)
             except TimeoutError:

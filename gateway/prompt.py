@@ -205,6 +205,8 @@ class PromptPipeline:
         if known.loaded is not None or self._mode in ("auto", "remote"):
             renderer = known.loaded
             agrees, answers = await self._probe(model, renderer, api)
+            if agrees is None and self._mode == "local":
+                agrees = True  # the operator said so, and nothing says otherwise
             known.has_remote |= answers and self._mode in ("auto", "remote")
             if renderer is known.loaded:
                 known.note_verdict(api, agrees)
@@ -308,6 +310,8 @@ class PromptPipeline:
 
     async def _read_given_ids(self, route: Route, body: Body) -> Prompt:
         """Raises: RenderError."""
+        if body.fields.get("truncate_prompt_tokens") is not None:
+            raise PromptUnsupported("truncation")
         prompt = _prompt_fields(route, body.fields)["prompt"]
         return await self._in_thread(
             _make_prompt, _ids_of(prompt), self._exact_spaces(body), _salt(body)

@@ -172,8 +172,12 @@ class InstanceSettings(_Section):
             raise ValueError("kv_replay without kv_events")
         if self.api_key_env is not None and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
-        if isinstance(self.ranks, list) and len(set(self.ranks)) != len(self.ranks):
+        ranks = self.rank_numbers or ()
+        if len(set(ranks)) != len(ranks):
             raise ValueError("ranks: a rank is named twice")
+        for endpoint in (self.kv_events, self.kv_replay):
+            if endpoint is not None and endpoint.startswith("ipc://") and len(ranks) > 1:
+                raise ValueError(f"ranks: several need tcp:// addresses for events, not {endpoint}")
         return self
 
 

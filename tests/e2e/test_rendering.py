@@ -63,7 +63,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "broken arguments": {
         "messages": [
             USER,
-            {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "function": {"name": "f", "arguments": "{"}}]},  # type: ignore[index]
+            {**CALL, "tool_calls": [{"type": "function", "id": "c", "function": {"name": "f", "arguments": "{"}}]},
             RESULT,
         ]
     },

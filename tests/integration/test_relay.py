@@ -169,6 +169,18 @@ async def test_c98_a_clients_key_reaches_an_engine_only_where_configured(
         assert without.received[-1].headers["authorization"] == "Bearer gw-1"
 
 
+async def test_what_is_for_the_kv_connector_comes_from_the_gateway_only() -> None:
+    raw = b'{"model":"m", "kv_transfer_params": {"prompt_token_ids": [1]}, "messages":[{"role":"user","content":"x"}]}'
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url]) as gateway:
+            await gateway.client.post("/v1/chat/completions", content=raw)
+        allowed = {"allow_kv_transfer_params": True}
+        async with live_gateway([engine.url], limits=allowed) as gateway:
+            await gateway.client.post("/v1/chat/completions", content=raw)
+    cut = b'{"model":"m", "messages":[{"role":"user","content":"x"}]}'
+    assert [request.body for request in engine.received] == [cut, raw]
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

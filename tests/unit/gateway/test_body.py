@@ -5,6 +5,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moongate.gateway.body import (
     SESSION_HEADERS,
@@ -13,6 +15,7 @@ from moongate.gateway.body import (
     find_session_key,
     find_user,
     parse_body,
+    without_key,
 )
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import PROXIED
@@ -225,3 +228,46 @@ def test_the_user_only_breaks_ties(user: object, key: str | None) -> None:
     assert (
         find_user(parse_body(json.dumps({"prompt": "a", "user": user}).encode(), TOKENIZE)) == key
     )
+
+
+# --- a key cut out --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'{"k":{"a":[1,"}"]},"b":1.0}', b'{"b":1.0}'),
+        (b'{"b": 1.0, "k" : null}', b'{"b": 1.0}'),
+        (b'{"a":1,"k":2 , "b":3}', b'{"a":1 , "b":3}'),
+        (b' { "k": 1 } ', b" {  } "),
+        (b'{"k":1,"k":2,"b":"\xc3\xa9\\ud83d"}', b'{"b":"\xc3\xa9\\ud83d"}'),
+        (b'{"a":{"k":1}}', b'{"a":{"k":1}}'),
+    ],
+)
+def test_a_key_is_cut_out_and_every_other_byte_stays(raw: bytes, expected: bytes) -> None:
+    assert without_key(raw, "k") == expected
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["k", "a", "b", '"', "{", ","]), VALUES),
+    st.sampled_from([None, 0, 2]),
+)
+def test_whatever_surrounds_it_the_rest_means_the_same(
+    fields: dict[str, object], indent: int | None
+) -> None:
+    raw = json.dumps(fields, indent=indent).encode()
+    rest = {name: value for name, value in fields.items() if name != "k"}
+    assert json.loads(without_key(raw, "k")) == rest
+
+
+def test_a_byte_order_mark_is_taken_as_engines_take_it() -> None:
+    raw = b"\xef\xbb\xbf" + b'{"model":"m",' + CHAT_BYTES + b"}"
+    body = parse_body(raw, CHAT)
+    assert (body.model, body.is_lenient, body.raw) == ("m", True, raw)
