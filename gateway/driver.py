@@ -8,21 +8,28 @@ whoever registered for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import assert_never
 
 from moongate.router import (
+    BatchReceived,
     Event,
     Forward,
     InstanceId,
     Probe,
     Reject,
     RelayFailure,
+    Request,
     RequestReplay,
     RouterCore,
     WakeAt,
     WakeUp,
 )
+
+SETTLE_S = 0.25
+"""How long a turn waits for the last events of the turn before it, once that has ended. Nearly all
+come within it, even from an engine that shares its cores."""
 
 RequestCommand = Forward | Reject | RelayFailure
 Recorder = Callable[[float, Event], None]
@@ -40,6 +47,7 @@ class Driver:
         self.on_replay: Callable[[RequestReplay], None] = _nobody
         self.on_probe: Callable[[InstanceId], None] = _nobody
         self._timer: asyncio.TimerHandle | None = None
+        self._batch_arrived: asyncio.Future[None] | None = None
 
     def handle(self, event: Event) -> RequestCommand | None:
         """Give the core an event. Return what the event's request is to do, if it is of one."""
@@ -59,7 +67,29 @@ class Driver:
                     self._wake_at(command.at, now)
                 case _:
                     assert_never(command)
+        if isinstance(event, BatchReceived) and self._batch_arrived is not None:
+            self._batch_arrived.set_result(None)
+            self._batch_arrived = None
         return outcome
+
+    async def until_settled(self, request: Request) -> None:
+        """Wait for events that are under way of the turn that this request continues, but not long.
+
+        Agents pause between turns, so this concerns the few that follow at once; they would be
+        credited with less than the engine has.
+        """
+        if self.core.is_settled(request, self.clock()):
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while not self.core.is_settled(request, self.clock()):
+                    await self._next_batch()
+
+    async def _next_batch(self) -> None:
+        """Return after the next event batch of any source."""
+        if self._batch_arrived is None:
+            self._batch_arrived = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._batch_arrived)
 
     def close(self) -> None:
         if self._timer is not None:

@@ -199,6 +199,7 @@ class _Exchange:
         self._model_label = UNKNOWN_MODEL
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_first_byte = False
+        self._has_one_choice = True
 
     # --- the steps --------------------------------------------------------------------------------
 
@@ -221,6 +222,8 @@ class _Exchange:
                 tie_key=find_user(body),
                 policy=policy,
             )
+            self._has_one_choice = body.fields.get("n") in (None, 1)
+            await self._path.driver.until_settled(request)
             await self._forward(self._handle_arrival(request), body)
         except GatewayError as error:
             await self.refuse(error)
@@ -371,11 +374,11 @@ class _Exchange:
             metrics.prompt_tokens.labels("device").inc(decision.device_tokens)
             metrics.prompt_tokens.labels("recompute").inc(recompute)
 
-    def _finish(self, outcome: Outcome, cached_tokens: int | None = None) -> None:
+    def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
         """Give the reservation back, once."""
         if self._is_reserved:
             self._is_reserved = False
-            self._path.driver.handle(RequestFinished(self._id, outcome, cached_tokens))
+            self._path.driver.handle(RequestFinished(self._id, outcome, completion_tokens))
 
     # --- answering --------------------------------------------------------------------------------
 
@@ -503,7 +506,7 @@ class _Exchange:
         cached_tokens = usage.cached_tokens()
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.inc(cached_tokens)
-        self._finish(Outcome.ANSWERED, cached_tokens)
+        self._finish(Outcome.ANSWERED, usage.completion_tokens() if self._has_one_choice else None)
         self._count(status)
 
     def _count(self, status: int) -> None:

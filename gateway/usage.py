@@ -1,8 +1,9 @@
-"""The cached tokens that an engine reports in its answer, read in passing.
+"""What an engine reports of its work in its answer, read in passing.
 
-A hit is measured, an overlap predicted; comparing them needs this one number. It stands in the
-`usage` near the end of an answer or of a stream, so the last bytes are kept and searched once. An
-answer that is compressed, or has no usage, tells nothing.
+A hit is measured, an overlap predicted: comparing them needs the cached tokens. The completion's
+length tells how many blocks the answer filled. Both stand in the `usage` near the end of an answer or
+of a stream, so the last bytes are kept and searched once. An answer that is compressed, or has no
+usage, tells nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ TAIL_BYTES = 4096
 """`usage` comes last, but for a stream's end mark and an answer's few trailing fields."""
 
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 
 
 class UsageReader:
@@ -29,5 +31,12 @@ class UsageReader:
 
     def cached_tokens(self) -> int | None:
         """Return the hit that the engine reported, None if it didn't."""
-        found = _CACHED.findall(self._tail)
+        return self._find(_CACHED)
+
+    def completion_tokens(self) -> int | None:
+        """Return the tokens that the engine generated, None if it didn't say."""
+        return self._find(_COMPLETION)
+
+    def _find(self, pattern: re.Pattern[bytes]) -> int | None:
+        found = pattern.findall(self._tail)
         return int(found[-1]) if found else None

@@ -61,6 +61,7 @@ from moongate.router.model import (
     Trust,
 )
 from moongate.router.policy import Candidate, Policy, RandomBelow
+from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
 
 CONFIRMATION_GRACE_S = 1.0
@@ -120,7 +121,8 @@ class RouterCore:
         self.index = OwnershipIndex(self.limits.index_blocks_max)
         self.loads = LoadTable()
         self.lineages = Lineages()
-        self.sources = Sources(self.index)
+        self.settling = Settling()
+        self.sources = Sources(self.index, self.settling)
         self._chooser = Chooser(self.fleet, self.index, self.sources, self.loads, self.lineages)
         self.requests: dict[RequestId, _Tracked] = {}
         self._forwards = 0
@@ -233,6 +235,22 @@ class RouterCore:
         tracked.had_prefill_alone = self.loads.get(holder).queued_prefill_tokens == 0
         self.loads.reserve(request.id, holder, tracked.prefill_tokens, len(chain))
         self._predict(tracked, chain, now)
+        self._watch_answer(tracked, instance)
+
+    def _watch_answer(self, tracked: _Tracked, instance: InstanceState) -> None:
+        """Count what the engine announces of the answer, where its events are complete."""
+        prompt, holder = tracked.request.prompt, tracked.holder
+        assert holder is not None
+        if prompt is None or not prompt.is_exact or self.sources.trust(holder) is not Trust.EXACT:
+            return
+        space = self._chooser.space(instance, tracked.request.model)
+        self.settling.forwarded(
+            tracked.request.id,
+            holder,
+            prompt.chain(space),
+            prompt.token_count,
+            prompt.block_tokens(space),
+        )
 
     def _predict(self, tracked: _Tracked, chain: Sequence[BlockHash], now: float) -> None:
         assert tracked.holder is not None
@@ -266,6 +284,7 @@ class RouterCore:
         tracked = self.requests[event.request_id]
         assert tracked.holder is not None
         self._release(tracked, now)
+        self.settling.drop(event.request_id)
         commands = self._note_failure(tracked.holder.instance_id, event.kind)
         if tracked.attempt < self.limits.attempts_max:
             forward = self._try_forward(tracked, now)
@@ -296,7 +315,10 @@ class RouterCore:
         tracked = self.requests.pop(event.request_id)
         assert tracked.holder is not None
         self._release(tracked, now)
-        if event.outcome is Outcome.ANSWERED:
+        is_answered = event.outcome is Outcome.ANSWERED
+        length = event.completion_tokens if is_answered else None
+        self.settling.finished(event.request_id, length, now)
+        if is_answered:
             self._charge_failures(tracked, now)
         self._end_trials(tracked)
         return [Probe(tracked.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
@@ -358,6 +380,18 @@ class RouterCore:
     ) -> Choice | None:
         policy = self.get_policy(request.policy)
         return self._chooser.choose(policy, request, random_below, now, excluded)
+
+    def is_settled(self, request: Request, now: float) -> bool:
+        """Tell whether all is announced of the turn that the request continues, if it does one."""
+        prompt = request.prompt
+        if prompt is None or not prompt.is_exact:
+            return True
+        chains = [chain for space, chain in prompt.chains.items() if space != TEXT_SPACE]
+        return all(self._is_tail_settled(chain, now) for chain in chains)
+
+    def _is_tail_settled(self, chain: Sequence[BlockHash], now: float) -> bool:
+        depth = self.lineages.find(chain, shared_blocks=0).history_blocks
+        return depth == 0 or self.settling.is_settled(chain[depth - 1], now)
 
     def spaces(self, model: str) -> set[BlockSpace]:
         """Return the block spaces in which a prompt for this model has to be hashed."""

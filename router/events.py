@@ -186,7 +186,7 @@ class RequestFinished:
 
     request_id: RequestId
     outcome: Outcome
-    cached_tokens: int | None = None  # the hit that the engine reported; None: not told
+    completion_tokens: int | None = None  # of an answer with one choice; None: not told
 
 
 # --- time -----------------------------------------------------------------------------------------

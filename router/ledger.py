@@ -10,7 +10,7 @@ Invariant: the index holds, for this holder, exactly the blocks whose copies are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moongate.router.blocks import TOKEN_BYTES, extend_chain, root_hash
@@ -37,6 +37,14 @@ class LedgerCounts:
     refused_blocks: int = 0  # the index was full
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks noted from one event, by our names, and the block before them (None: ignored)."""
+
+    parent: BlockHash | None
+    blocks: Sequence[BlockHash]
+
+
 @dataclass(slots=True)
 class Ledger:
     """The blocks of one holder by the engine's names."""
@@ -48,26 +56,26 @@ class Ledger:
     _names: dict[tuple[Tier, EngineHash], _Copies] = field(default_factory=dict)
     _group: int | None = None  # the KV group whose blocks decide reuse
 
-    def store(self, event: BlocksStored) -> bool:
-        """Note stored blocks. Return False if something in the event could not be used."""
+    def store(self, event: BlocksStored) -> Stored | None:
+        """Note stored blocks and return them. None: something in the event could not be used."""
         count = len(event.engine_hashes)
         if not self._decides_reuse(event):
             self.counts.ignored_blocks += count
-            return True
+            return Stored(None, ())
         if not _is_well_formed(event):
             self.counts.malformed_events += 1
-            return False
+            return None
         parent = self._parent_hash(event)
         if parent is None:
             self.counts.orphan_blocks += count
-            return False
+            return None
         self.block_size_tokens = event.block_size_tokens
         blocks = extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
         self.counts.stored_blocks += count
         refused_before = self.counts.refused_blocks
         for engine_hash, block in zip(event.engine_hashes, blocks, strict=True):
             self._add_copy(event.tier, engine_hash, block)
-        return self.counts.refused_blocks == refused_before
+        return Stored(parent, blocks) if self.counts.refused_blocks == refused_before else None
 
     def remove(self, event: BlocksRemoved) -> None:
         """Note that one copy of each block is gone. Names that aren't known are no error."""

@@ -29,6 +29,7 @@ from moongate.router.fleet import InstanceState
 from moongate.router.index import OwnershipIndex
 from moongate.router.ledger import Ledger
 from moongate.router.model import Holder, InstanceId, SourceId, Tier, Trust
+from moongate.router.settling import Settling
 
 SourceEvent = (
     SourceOpened | BatchReceived | ReplayEnded | SourceLost | SourceReconnected | SourceClosed
@@ -45,10 +46,11 @@ class SourceState:
 
 
 class Sources:
-    """All open sources, by id. What they say goes into `index`."""
+    """All open sources, by id. What they say goes into `index`, and past `settling`."""
 
-    def __init__(self, index: OwnershipIndex) -> None:
+    def __init__(self, index: OwnershipIndex, settling: Settling) -> None:
         self._index = index
+        self._settling = settling
         self._by_instance: dict[InstanceId, dict[SourceId, SourceState]] = {}
 
     def __iter__(self) -> Iterator[tuple[SourceId, SourceState]]:
@@ -160,8 +162,11 @@ class Sources:
     def _apply(self, state: SourceState, event: KvEvent) -> None:
         match event:
             case BlocksStored():
-                if not state.ledger.store(event):
+                stored = state.ledger.store(event)
+                if stored is None:
                     state.feed.distrust()
+                elif stored.parent is not None:
+                    self._settling.stored(state.ledger.holder, stored.parent, stored.blocks)
             case BlocksRemoved():
                 state.ledger.remove(event)
             case BlocksCleared():

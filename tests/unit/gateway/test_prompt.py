@@ -1,6 +1,7 @@
 """From bodies to prompts, with the simulator's real tokenizer and an engine made of a function."""
 
 import asyncio
+import socket
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -588,11 +589,17 @@ def test_a_side_call_is_bounded_as_a_whole() -> None:
     run(story)
 
 
+def because(error: httpx.HTTPError, cause: Exception) -> httpx.HTTPError:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_gone"),
     [
-        (httpx.ConnectError("refused"), True),
-        (httpx.ReadError("reset"), True),
+        (because(httpx.ConnectError("failed"), ConnectionRefusedError()), True),
+        (because(httpx.ReadError(""), ConnectionResetError()), True),
+        (because(httpx.ConnectError("failed"), socket.gaierror(-2, "not known")), False),
         (httpx.ConnectTimeout("late"), False),
         (httpx.PoolTimeout("late"), False),
         (httpx.RemoteProtocolError("odd"), False),

@@ -805,3 +805,24 @@ def test_an_empty_fleet_has_no_instance_rather_than_an_unknown_model() -> None:
     assert feed(make_core(), arrived("r", 1)) == [
         Reject(R, RejectReason.NO_INSTANCE, retry_after_s=2.0)
     ]
+
+
+def test_a_turn_that_follows_at_once_is_not_settled_before_the_last_events_came() -> None:
+    core = with_sources(A, B)
+    feed(core, arrived("r", 1, 2, 3, 4, 5))
+    feed(core, batch(0, stored(71, 72, tokens=[1, 2, 3, 4]), source=SOURCE_A))
+    following = request("s", 1, 2, 3, 4, 5, 6, 7, 8)
+    assert core.is_settled(following, now=0.0)  # the answer is under way
+    feed(core, RequestFinished(R, Outcome.ANSWERED, completion_tokens=2))
+    assert not core.is_settled(following, now=0.0)
+    assert core.is_settled(request("t", 9, 9, 9), now=0.0)
+    feed(core, batch(1, stored(73, parent=72, tokens=[5, 6]), source=SOURCE_A))
+    assert core.is_settled(following, now=0.0)
+    assert overlaps(core, 1, 2, 3, 4, 5, 6, 7, 8) == {"a": (6, 6), "b": (0, 0)}
+
+
+def test_without_exact_events_nothing_is_waited_for() -> None:
+    core = make_core(A)
+    feed(core, arrived("r", 1, 2, 3, 4, 5))
+    feed(core, RequestFinished(R, Outcome.ANSWERED, completion_tokens=2))
+    assert core.is_settled(request("s", 1, 2, 3, 4, 5, 6, 7, 8), now=0.0)
