@@ -20,6 +20,7 @@ from moongate.router import (
     Probe,
     Reject,
     RelayFailure,
+    ReplayEnded,
     Request,
     RequestReplay,
     RouterCore,
@@ -30,6 +31,10 @@ from moongate.router import (
 SETTLE_S = 0.25
 """How long a turn waits for the last events of the turn before it, once that has ended. Nearly all
 come within it, even from an engine that shares its cores."""
+
+SYNC_S = 5.0
+"""How long an instance that comes up may be kept from work until its events have caught up; a full
+replay of 10,000 batches takes less, and serving does not depend on it."""
 
 RequestCommand = Forward | Reject | RelayFailure
 Recorder = Callable[[float, Event], None]
@@ -47,7 +52,7 @@ class Driver:
         self.on_replay: Callable[[RequestReplay], None] = _nobody
         self.on_probe: Callable[[InstanceId], None] = _nobody
         self._timer: asyncio.TimerHandle | None = None
-        self._batch_arrived: asyncio.Future[None] | None = None
+        self._source_spoke: asyncio.Future[None] | None = None
 
     def handle(self, event: Event) -> RequestCommand | None:
         """Give the core an event. Return what the event's request is to do, if it is of one."""
@@ -67,29 +72,40 @@ class Driver:
                     self._wake_at(command.at, now)
                 case _:
                     assert_never(command)
-        if isinstance(event, BatchReceived) and self._batch_arrived is not None:
-            self._batch_arrived.set_result(None)
-            self._batch_arrived = None
+        if isinstance(event, BatchReceived | ReplayEnded) and self._source_spoke is not None:
+            self._source_spoke.set_result(None)
+            self._source_spoke = None
         return outcome
 
-    async def until_settled(self, request: Request) -> None:
+    async def until_settled(self, request: Request) -> bool:
         """Wait for events that are under way of the turn that this request continues, but not long.
 
         Agents pause between turns, so this concerns the few that follow at once; they would be
-        credited with less than the engine has.
+        credited with less than the engine has. Return whether it was waited.
         """
-        if self.core.is_settled(request, self.clock()):
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_S):
-                while not self.core.is_settled(request, self.clock()):
-                    await self._next_batch()
+        return await self._until(lambda: self.core.is_settled(request, self.clock()), SETTLE_S)
 
-    async def _next_batch(self) -> None:
-        """Return after the next event batch of any source."""
-        if self._batch_arrived is None:
-            self._batch_arrived = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._batch_arrived)
+    async def until_synced(self, instance_id: InstanceId) -> None:
+        """Wait until the instance's event sources have caught up, but not long.
+
+        A gateway that routed before would send every session away from its home.
+        """
+        await self._until(lambda: self.core.sources.are_synced(instance_id), SYNC_S)
+
+    async def _until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until events of sources have made the condition true. Return whether it was waited."""
+        if condition():
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    await self._next_source_event()
+        return True
+
+    async def _next_source_event(self) -> None:
+        if self._source_spoke is None:
+            self._source_spoke = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._source_spoke)
 
     def close(self) -> None:
         if self._timer is not None:

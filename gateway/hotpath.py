@@ -223,7 +223,7 @@ class _Exchange:
                 policy=policy,
             )
             self._has_one_choice = body.fields.get("n") in (None, 1)
-            await self._path.driver.until_settled(request)
+            await self._settle(request)
             await self._forward(self._handle_arrival(request), body)
         except GatewayError as error:
             await self.refuse(error)
@@ -284,6 +284,11 @@ class _Exchange:
         if read.fallback is not None:
             metrics.route_fallback.labels(read.fallback).inc()
         return read
+
+    async def _settle(self, request: Request) -> None:
+        began = self._path.driver.clock()
+        if await self._path.driver.until_settled(request):
+            self._path.metrics.settle_seconds.observe(self._path.driver.clock() - began)
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()

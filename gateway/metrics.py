@@ -19,6 +19,7 @@ UNMATCHED_ROUTE = "unmatched"
 
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05)
+SETTLE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -40,6 +41,10 @@ class Metrics:
         self.tokenize_seconds = Histogram(
             "moongate_tokenize_seconds", "Time until a prompt was read, by how it is known",
             ["mode"], buckets=TOKENIZE_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.settle_seconds = Histogram(
+            "moongate_settle_seconds", "Time that turns waited for events of the turn before",
+            buckets=SETTLE_BUCKETS, registry=r,
         )  # fmt: skip
         self.ttft_seconds = Histogram(
             "moongate_ttft_seconds", "Time from a request's arrival to its answer's first byte",

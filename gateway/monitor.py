@@ -136,6 +136,8 @@ class Monitor:
         self._driver.handle(InstanceDescribed(watch.link.id, description.facts))
         if self._opens_sources:
             await self._open_sources(watch.link, description.publishers)
+            if not watch.is_well:
+                await self._driver.until_synced(watch.link.id)
 
     async def _learn_models(self, watch: _Watch, description: Description) -> None:
         roots = {card.root for card in description.facts.models if not card.is_adapter}

@@ -168,6 +168,7 @@ class Subscriber:
                 if frame.is_end_of_replay:
                     return True
                 self._handle(decode_batch(self.source, frame, command.replay_id))
+                await asyncio.sleep(0)  # thousands may come at once, and others want the loop too
         logger.warning("%s: no end of the replay from %d", self.source, command.from_sequence)
         return False
 

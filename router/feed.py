@@ -111,6 +111,11 @@ class Feed:
     def trust(self) -> Trust:
         return Trust.DEGRADED if self._has_lost or self._is_unsure else Trust.EXACT
 
+    @property
+    def is_live(self) -> bool:
+        """Tell whether nothing is being replayed or verified."""
+        return self._state is _State.LIVE
+
     def opened(self, now: float) -> list[FeedAction]:
         return [self._ask(0, _State.SYNCING, now)] if self.has_replay else []
 

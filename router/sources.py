@@ -78,6 +78,10 @@ class Sources:
         sizes = (state.ledger.block_size_tokens for state in self.of(instance_id))
         return next((size for size in sizes if size is not None), None)
 
+    def are_synced(self, instance_id: InstanceId) -> bool:
+        """Tell whether all of the instance's sources follow their publishers' streams now."""
+        return all(state.feed.is_live for state in self.of(instance_id))
+
     # --- what happened ----------------------------------------------------------------------------
 
     def handle(self, event: SourceEvent, instance: InstanceState, now: float) -> list[Command]:

@@ -143,7 +143,7 @@ Serve = Callable[..., Child]
 
 
 def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gateway") -> Child:
-    """Start `moongate serve` with these settings (listen is chosen here) and wait until ready."""
+    """Start `moongate serve` with these settings (listen is chosen here); wait for all instances."""
     port = free_port()
     file = directory / f"{name}.yaml"
     file.write_text(yaml.safe_dump({**settings, "listen": {"host": "127.0.0.1", "port": port}}))
@@ -153,4 +153,14 @@ def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gat
         directory / f"{name}.log",
     )
     child.wait_until("/ready", 30.0)
+    deadline = time.monotonic() + 30.0
+    while states_of(child.url) != {"up"}:
+        assert time.monotonic() < deadline, f"not all instances came up:\n{child.tail()}"
+        time.sleep(0.05)
     return child
+
+
+def states_of(gateway_url: str) -> set[str]:
+    """Return the states that a gateway's instances are in."""
+    answer = httpx.get(f"{gateway_url}/admin/instances", timeout=10.0, trust_env=False)
+    return {instance["state"] for instance in answer.json()["instances"]}
