@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each health check
+    for name in ("httpx", "uvicorn.error"):  # these log each health check, and each start and stop
+        logging.getLogger(name).setLevel(logging.WARNING)
     command: Command = options.command
     try:
         return command(options)

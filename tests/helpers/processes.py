@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -90,6 +91,17 @@ class Child:
         return self.log.read_text(errors="replace")[-4000:]
 
 
+def _shared_memory_of(group: int) -> set[Path]:
+    """Return the shared-memory segments that the processes of a group have mapped."""
+    segments: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ProcessLookupError):
+            if os.getpgid(int(process.name)) == group:
+                maps = (process / "maps").read_text()
+                segments |= {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
+    return segments
+
+
 @dataclass(slots=True)
 class EngineProcess:
     """A real vLLM engine that can be killed and started again on its addresses."""
@@ -130,8 +142,12 @@ class EngineProcess:
         self.child.wait_until("/health", ENGINE_START_S)
 
     def kill(self) -> None:
+        """SIGKILL, and take away the shared memory that its processes can no longer free."""
         assert self.child is not None
+        segments = _shared_memory_of(self.child.process.pid)
         self.child.kill()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
     def stop(self) -> None:
         if self.child is not None:

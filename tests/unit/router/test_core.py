@@ -826,3 +826,26 @@ def test_without_exact_events_nothing_is_waited_for() -> None:
     feed(core, arrived("r", 1, 2, 3, 4, 5))
     feed(core, RequestFinished(R, Outcome.ANSWERED, completion_tokens=2))
     assert core.is_settled(request("s", 1, 2, 3, 4, 5, 6, 7, 8), now=0.0)
+
+
+def test_an_instance_is_synced_once_its_sources_follow_their_streams() -> None:
+    core = make_core(A)
+    assert core.sources.are_synced(A)  # has none
+    feed(core, SourceOpened(SOURCE_A, has_replay=True))
+    assert not core.sources.are_synced(A)
+    feed(core, ReplayEnded(SOURCE_A, 1, is_complete=True))
+    assert core.sources.are_synced(A)
+
+
+def test_a_request_without_an_exact_prompt_waits_for_nothing() -> None:
+    core = with_sources(A)
+    assert core.is_settled(Request(R, MODEL), now=0.0)
+
+
+def test_ignored_blocks_settle_nothing() -> None:
+    core = with_sources(A)
+    feed(core, arrived("r", 1, 2, 3, 4, 5))
+    feed(core, batch(0, stored(71, 72, tokens=[1, 2, 3, 4])))
+    feed(core, RequestFinished(R, Outcome.ANSWERED, completion_tokens=2))
+    feed(core, batch(1, stored(73, parent=72, tokens=[5, 6], tier=Tier.POOL)))
+    assert not core.is_settled(request("s", 1, 2, 3, 4, 5, 6, 7, 8), now=0.0)
