@@ -68,7 +68,10 @@ def make_admin_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return list_models(core)
+        listed = list_models(core)
+        if not listed["data"]:
+            raise GatewayError(503, "no instance is up", "no_instance")
+        return listed
 
     @app.get("/admin/instances")
     async def instances() -> dict[str, Any]:

@@ -229,6 +229,7 @@ class _Exchange:
             await self.refuse(error)
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
+            logger.info("request %s: the client left", self._client_id)
             self._count(CLIENT_LEFT_STATUS)
             raise
         finally:

@@ -17,6 +17,7 @@ from moongate.router.load import LoadTable
 from moongate.router.model import (
     BlockHash,
     BlockSpace,
+    Holder,
     InstanceId,
     Reason,
     Request,
@@ -102,31 +103,49 @@ class Chooser:
         self, request: Request, now: float, excluded: Sequence[InstanceId]
     ) -> list[Candidate]:
         instances = self.fleet.available(request.model, now, excluded)
-        return [c for instance in instances for c in self._candidates_of(instance, request)]
+        overlaps = self._overlaps(request, instances)
+        return [
+            self._candidate(instance, holder, overlaps.get(holder, (0, 0)))
+            for instance in instances
+            for holder in instance.holders
+        ]
 
-    def _candidates_of(self, instance: InstanceState, request: Request) -> list[Candidate]:
-        chain = self.usable_chain(request, instance)
-        overlaps = self.index.find_overlaps(chain, len(chain), instance.holders)
-        prompt = request.prompt
-        block_tokens = prompt.block_tokens(self.space(instance, request.model)) if prompt else 0
-        candidates: list[Candidate] = []
-        for holder in instance.holders:
-            overlap, load = overlaps.get(holder), self.loads.get(holder)
-            candidates.append(
-                Candidate(
-                    holder=holder,
-                    role=instance.spec.role,
-                    weight=instance.spec.weight,
-                    trust=self.sources.trust(holder),
-                    active_requests=load.active_requests,
-                    queued_prefill_tokens=load.queued_prefill_tokens,
-                    tokens_per_ms=self.fleet.tokens_per_ms(instance),
-                    last_chosen=instance.last_chosen.get(holder, 0),
-                    overlap_tokens=overlap.blocks * block_tokens if overlap else 0,
-                    confirmed_tokens=overlap.confirmed_blocks * block_tokens if overlap else 0,
-                )
-            )
-        return candidates
+    def _overlaps(
+        self, request: Request, instances: Sequence[InstanceState]
+    ) -> dict[Holder, tuple[int, int]]:
+        """Return each holder's overlap in tokens, confirmed and in all.
+
+        Cost: one walk over the prompt's blocks for each block space, however many instances.
+        """
+        if request.prompt is None:
+            return {}
+        holders: dict[BlockSpace, list[Holder]] = {}
+        for instance in instances:
+            holders.setdefault(self.space(instance, request.model), []).extend(instance.holders)
+        tokens: dict[Holder, tuple[int, int]] = {}
+        for space, members in holders.items():
+            chain, usable = request.prompt.chain(space), request.prompt.usable_blocks(space)
+            size = request.prompt.block_tokens(space)
+            found = self.index.find_overlaps(chain, usable, members)
+            tokens |= {h: (o.confirmed_blocks * size, o.blocks * size) for h, o in found.items()}
+        return tokens
+
+    def _candidate(
+        self, instance: InstanceState, holder: Holder, overlap_tokens: tuple[int, int]
+    ) -> Candidate:
+        load = self.loads.get(holder)
+        return Candidate(
+            holder=holder,
+            role=instance.spec.role,
+            weight=instance.spec.weight,
+            trust=self.sources.trust(holder),
+            active_requests=load.active_requests,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            tokens_per_ms=self.fleet.tokens_per_ms(instance),
+            last_chosen=instance.last_chosen.get(holder, 0),
+            overlap_tokens=overlap_tokens[1],
+            confirmed_tokens=overlap_tokens[0],
+        )
 
     def _departure(self, request: Request, candidates: Sequence[Candidate]) -> Departure:
         """Find out what the request continues. Of several chains that of the smallest blocks counts."""
