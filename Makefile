@@ -5,6 +5,7 @@ BIN = .venv/bin
 SOURCES = gateway router engine_plugins simulator cli.py local_stack.py __init__.py
 LINTED = $(SOURCES) tests scripts examples
 MODEL = smollm2
+PORT = 8000
 
 .PHONY: help setup setup-engine run run-real test e2e check clean
 
@@ -14,6 +15,7 @@ help:
 	@echo "make test         unit, simulation and integration tests"
 	@echo "make e2e          tests against real vLLM engines"
 	@echo "make check        formatter, linter, types, import contracts"
+	@echo "                  (make run PORT=8001 for another port)"
 	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
 
 setup: .venv/.ready
@@ -26,11 +28,11 @@ setup-engine: .venv-engine/bin/python
 	@$(PYTHON) scripts/setup_engine.py
 
 run: .venv/.ready
-	@$(BIN)/moongate up
+	@$(BIN)/moongate up --port $(PORT)
 
 run-real: .venv/.ready .venv-engine/bin/python
 	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \
-	$(BIN)/moongate up --engine vllm --engines 2 --model "$$model"
+	$(BIN)/moongate up --engine vllm --engines 2 --port $(PORT) --model "$$model"
 
 test: .venv/.ready
 	@$(BIN)/python -m pytest tests/unit tests/simulation tests/integration

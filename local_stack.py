@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -45,6 +46,13 @@ ENGINE_START_S_MAX = 600.0
 ENGINE_STOP_S = 10.0
 """What an engine gets to end by itself; then its process group is killed."""
 
+EXAMPLE = (
+    "Please tell me in one sentence what a prefix cache is good for. Only full blocks of a prompt are "
+    "cached and found again, so this question is somewhat longer than it need be: long enough to fill "
+    "several blocks of an engine, whichever size they have, and to be found there when asked again."
+)
+"""What the printed curl line asks: several blocks, so that the second time is seen to go home."""
+
 SIM_PROFILE = EngineProfile(blocks=16384, prefill_tokens_per_s=8000.0, decode_tokens_per_s=60.0)
 """A mid-size model on one GPU, with a cache for about 260 K tokens."""
 
@@ -66,7 +74,14 @@ class StackOptions:
 
 
 def run(options: StackOptions) -> int:
-    """Start everything, say what to try, and stay until a signal. Return the exit code."""
+    """Start everything, say what to try, and stay until a signal. Return the exit code.
+
+    Raises: StackError, ListenError.
+    """
+    if options.model is not None and not (Path(options.model) / "tokenizer.json").is_file():
+        raise StackError(
+            f"--model {options.model}: no tokenizer.json there; give a model directory"
+        )
     sock = listen(HOST, options.port)
     return uvloop.run(_main(options, sock))
 
@@ -107,7 +122,9 @@ async def _announce(server: GatewayServer, engines: Sequence[_Engine]) -> None:
             await asyncio.sleep(0.05)
     model = engines[0].model
     names = ", ".join(f"{engine.id} ({engine.url})" for engine in engines)
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": EXAMPLE}], "max_tokens": 16}
+    )
     print(
         f"moongate is up.\n\n"
         f"  endpoint   {url}/v1   (model: {model})\n"

@@ -155,7 +155,7 @@ def _tokens_held(driver: Driver, state: InstanceState, holder_name: str) -> dict
 
 def _state_of(state: InstanceState, now: float) -> str:
     if state.facts is None and not state.is_healthy:
-        return "unknown" if state.probes_in_a_row == 0 else "down"
+        return "down" if state.was_probed else "unknown"
     if not state.is_healthy:
         return "down"
     return "suspended" if state.is_suspended(now) else "up"
@@ -198,6 +198,8 @@ async def _explain(
     request: Request, settings: Settings, driver: Driver, prompts: PromptPipeline
 ) -> dict[str, Any]:
     raw = await request.body()
+    if len(raw) > settings.limits.body_bytes_max:
+        raise GatewayError(413, "the body is too large", "body_too_large")
     body = parse_body(raw, Route("/admin/explain", needs_model=True))
     path = "/v1/chat/completions" if "messages" in body.fields else "/v1/completions"
     route = PROXIED[path]

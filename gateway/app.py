@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from moongate.gateway.api_admin import Readiness, make_admin_app
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.headers import clean_request_id, read_headers
 from moongate.gateway.hotpath import HotPath, Receive, Scope, Send
 from moongate.gateway.links import Links
 from moongate.gateway.metrics import Metrics
@@ -110,7 +112,7 @@ class Gateway:
         elif route is not None:
             await self._refuse_method(scope, receive, send)
         else:
-            await self._admin(scope, receive, send)
+            await self._admin(scope, receive, _with_request_id(scope, send))
 
     async def _refuse_method(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"{scope['path']} takes POST, not {scope['method'][:16]}"
@@ -130,6 +132,21 @@ class Gateway:
                 return
 
 
+def _with_request_id(scope: Scope, send: Send) -> Send:
+    """Return a `send` that adds the request's id to the answer's headers, as on proxied routes."""
+    if scope["type"] != "http":
+        return send
+    given = read_headers(scope["headers"]).get("x-request-id")
+    request_id = clean_request_id(given) or uuid.uuid4().hex
+
+    async def send_with_id(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+        await send(message)
+
+    return send_with_id
+
+
 def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterCore:
     """Return the routing core that the settings ask for."""
     policy = make_policy(settings.policy.name, settings.policy.options)
@@ -143,8 +160,3 @@ def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterC
         retry_after_s=settings.health.interval_s,
     )
     return RouterCore(policy, random_below, limits, others)
-
-
-def build_app(settings: Settings, **options: Any) -> Gateway:
-    """Return the gateway for these settings; `options` as for `Gateway`."""
-    return Gateway(settings, **options)

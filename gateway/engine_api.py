@@ -13,6 +13,9 @@ from typing import Any
 import httpx
 import orjson
 
+FACTS_S = 5.0
+"""For what is asked of an engine about itself: not urgent, and `/metrics` can take a second."""
+
 
 class EngineCallFailed(Exception):
     """A call got no usable answer."""
@@ -51,11 +54,11 @@ class EngineApi:
 
     async def get_json(self, path: str) -> object:
         """Raises: EngineCallFailed."""
-        return _parse(path, (await self._call("GET", path)).content)
+        return _parse(path, (await self._call("GET", path, timeout_s=FACTS_S)).content)
 
     async def get_text(self, path: str) -> str:
         """Raises: EngineCallFailed."""
-        return (await self._call("GET", path)).text
+        return (await self._call("GET", path, timeout_s=FACTS_S)).text
 
     async def tokenize(self, body: Mapping[str, Any], timeout_s: float | None = None) -> list[int]:
         """Return the token ids of `/tokenize` for a prompt or messages. Raises: EngineCallFailed."""
@@ -87,7 +90,8 @@ class EngineApi:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineCallFailed(f"{path}: no answer in time") from error
         except httpx.HTTPError as error:
-            raise EngineCallFailed(f"{path}: {error!r}", is_gone=_is_gone(error)) from error
+            detail = f"{self._client.base_url}{path.removeprefix('/')}: {error}"
+            raise EngineCallFailed(detail, is_gone=_is_gone(error)) from error
         if answer.status_code != httpx.codes.OK:
             raise EngineCallFailed(
                 f"{path}: status {answer.status_code}", status=answer.status_code
@@ -111,4 +115,4 @@ def _parse(path: str, content: bytes) -> object:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise EngineCallFailed(f"{path}: the answer is not JSON") from error
+        raise EngineCallFailed(f"{path}: the answer is not JSON", status=httpx.codes.OK) from error

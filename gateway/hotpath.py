@@ -72,6 +72,9 @@ KV_TRANSFER_PARAMS = "kv_transfer_params"
 ERROR_TEXT_BYTES_MAX = 65_536
 """An engine's plain-text error is wrapped into JSON up to this length."""
 
+SHED_CODES = frozenset({"no_instance", "queue_full", "body_too_large", "headers_too_large"})
+"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
+
 CLIENT_LEFT_STATUS = 499
 """Counted for a request whose client left; nobody receives it."""
 
@@ -189,6 +192,9 @@ class _Exchange:
     ) -> None:
         self._path = path
         self._route = route
+        query = scope["query_string"].decode("latin-1")
+        # The path as the table has it, however the client spelled it.
+        self._target = f"{route.template}?{query}" if query else route.template
         self._scope = scope
         self._send = send
         self._id = request_id
@@ -200,6 +206,7 @@ class _Exchange:
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_first_byte = False
         self._has_one_choice = True
+        self._has_started = False  # a status has gone to the client
 
     # --- the steps --------------------------------------------------------------------------------
 
@@ -227,6 +234,11 @@ class _Exchange:
             await self._forward(self._handle_arrival(request), body)
         except GatewayError as error:
             await self.refuse(error)
+        except Exception:
+            logger.exception("request %s: a bug of ours", self._client_id)
+            if self._has_started:
+                raise  # the server closes the connection, so the client sees that it is cut
+            await self.refuse(GatewayError(500, "the gateway failed", "internal_error"))
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
             logger.info("request %s: the client left", self._client_id)
@@ -307,7 +319,6 @@ class _Exchange:
                 raise AssertionError(command)
 
     def _unavailable(self, retry_after_s: float | None = None) -> GatewayError:
-        self._path.metrics.rejected.labels(RejectReason.NO_INSTANCE.value).inc()
         seconds = max(1, round(retry_after_s or self._path.settings.health.interval_s))
         return GatewayError(
             503, "no instance can take the request now", RejectReason.NO_INSTANCE.value,
@@ -354,7 +365,7 @@ class _Exchange:
         )
         if forward.holder.rank is not None:
             headers.append(("x-data-parallel-rank", str(forward.holder.rank)))
-        answer = await link.upstream.send(_target(self._scope), headers, body.raw)
+        answer = await link.upstream.send(self._target, headers, body.raw)
         chunks = answer.chunks()
         try:
             return _Opened(answer, await anext(chunks, b""), chunks)
@@ -391,7 +402,8 @@ class _Exchange:
     async def _relay(self, opened: _Opened, forward: Forward) -> None:
         """Pass an answer on as it is, but for a plain-text error, which is wrapped."""
         answer = opened.answer
-        self._note_first_byte(forward)
+        is_stream = answer.header("content-type").startswith("text/event-stream")
+        self._note_first_byte(forward, shows_prefill=is_stream and answer.status == 200)
         is_json = "json" in answer.header("content-type")
         is_encoded = bool(answer.header("content-encoding"))
         if answer.status >= 400 and not is_json and not is_encoded:
@@ -399,12 +411,12 @@ class _Exchange:
             return
         ours = self._our_headers(forward)
         await self._start(answer.status, response_headers(answer.raw_headers, ours))
-        if answer.header("content-type").startswith("text/event-stream"):
-            await self._relay_stream(opened)
+        if is_stream:
+            await self._relay_stream(opened, forward)
         else:
-            await self._relay_body(opened)
+            await self._relay_body(opened, forward)
 
-    async def _relay_body(self, opened: _Opened) -> None:
+    async def _relay_body(self, opened: _Opened, forward: Forward) -> None:
         usage = UsageReader()
         chunk = opened.first
         try:
@@ -415,13 +427,12 @@ class _Exchange:
         except UpstreamError as error:
             # Without the last body message the server closes the connection, which is how a client
             # learns that what it has is not all.
-            logger.warning("request %s: answer broken off: %s", self._client_id, error)
-            self._break_off(opened.answer.status)
+            self._break_off(opened.answer.status, forward, error)
             return
         self._end(opened.answer.status, usage)
         await self._send_chunk(b"", more=False)
 
-    async def _relay_stream(self, opened: _Opened) -> None:
+    async def _relay_stream(self, opened: _Opened, forward: Forward) -> None:
         """Pass whole events on as they come; end a stream that breaks off with an error event."""
         splitter, usage = EventSplitter(), UsageReader()
         chunk = opened.first
@@ -438,7 +449,7 @@ class _Exchange:
         except TimeoutError:
             logger.info("request %s: the engine left its ended stream open", self._client_id)
         except UpstreamError as error:
-            self._break_off(opened.answer.status)
+            self._break_off(opened.answer.status, forward, error)
             message = f"the engine broke its answer off: {_describe(error)}"
             events = stream_error_events(message, "engine_disconnected")
             await self._send_chunk(events, more=False)
@@ -470,6 +481,8 @@ class _Exchange:
     async def refuse(self, error: GatewayError) -> None:
         """Answer with an error of the gateway's own."""
         self._count(error.status)
+        if error.code in SHED_CODES:
+            self._path.metrics.rejected.labels(error.code).inc()
         body = error.body()
         headers = {
             "content-type": "application/json",
@@ -487,6 +500,7 @@ class _Exchange:
         return headers
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._has_started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send_chunk(self, chunk: bytes, *, more: bool) -> None:
@@ -494,16 +508,19 @@ class _Exchange:
 
     # --- counting ---------------------------------------------------------------------------------
 
-    def _note_first_byte(self, forward: Forward) -> None:
+    def _note_first_byte(self, forward: Forward, *, shows_prefill: bool) -> None:
         if not self._is_reserved or self._has_first_byte:
             return
         self._has_first_byte = True
-        self._path.driver.handle(RequestFirstByte(self._id))
+        self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
         elapsed_s = self._path.driver.clock() - self._began
         self._path.metrics.ttft_seconds.labels(forward.holder.instance_id).observe(elapsed_s)
 
-    def _break_off(self, status: int) -> None:
+    def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
+        instance = forward.holder.instance_id
+        logger.warning("request %s: %s broke its answer off: %s", self._client_id, instance, error)
+        self._path.metrics.broken_off.labels(instance).inc()
         self._finish(Outcome.BROKEN_OFF)
         self._count(status)
 
@@ -519,13 +536,6 @@ class _Exchange:
         metrics = self._path.metrics
         metrics.requests.labels(self._route.template, self._model_label, str(status)).inc()
         metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
-
-
-def _target(scope: Scope) -> str:
-    """Return path and query as the client wrote them."""
-    path: bytes = scope.get("raw_path") or scope["path"].encode()
-    query: bytes = scope["query_string"]
-    return (path + b"?" + query if query else path).decode("latin-1")
 
 
 def _describe(error: UpstreamError) -> str:

@@ -68,6 +68,10 @@ class Metrics:
         self.retries = Counter(
             "moongate_retries", "Attempts repeated elsewhere", ["reason"], registry=r
         )
+        self.broken_off = Counter(
+            "moongate_broken_off", "Answers that an engine ended before they were complete",
+            ["instance"], registry=r,
+        )  # fmt: skip
         self.route_fallback = Counter(
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,

@@ -110,8 +110,10 @@ class Monitor:
         link = watch.link
         try:
             await link.api.check_health()
-            if self._is_due(watch):
+            if watch.described_at is None:
                 await self._describe(watch)
+            elif self._clock() - watch.described_at >= DESCRIBE_AGAIN_S:
+                await self._describe_again(watch)
         except (EngineCallFailed, FactsError) as error:
             is_gone = isinstance(error, EngineCallFailed) and error.is_gone
             if watch.is_well is not False:
@@ -125,9 +127,13 @@ class Monitor:
         watch.is_well = True
         self._driver.handle(InstanceProbed(link.id, is_healthy=True))
 
-    def _is_due(self, watch: _Watch) -> bool:
-        described_at = watch.described_at
-        return described_at is None or self._clock() - described_at >= DESCRIBE_AGAIN_S
+    async def _describe_again(self, watch: _Watch) -> None:
+        """Renew the description; if that fails the old one stands, since the engine is well."""
+        try:
+            await self._describe(watch)
+        except (EngineCallFailed, FactsError) as error:
+            logger.warning("instance %s keeps its old description: %s", watch.link.id, error)
+            watch.described_at = self._clock()
 
     async def _describe(self, watch: _Watch) -> None:
         description = await describe(watch.link)

@@ -28,7 +28,7 @@ from moongate.engine_plugins.vllm_render import (
     PromptUnsupported,
 )
 from moongate.gateway.body import Body
-from moongate.gateway.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.engine_api import FACTS_S, EngineApi, EngineCallFailed
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import PromptKind, Route
 from moongate.router import BlockSpace, Prompt
@@ -178,6 +178,7 @@ class PromptPipeline:
         self._models: dict[str, _Model] = {}
         self._renderers: dict[Path, ModelRenderer] = {}
         self._failed_at: dict[Path, float] = {}
+        self._loading = asyncio.Lock()
         # The tokenizers library leaves the interpreter lock, so threads do run side by side.
         self._thread_count = os.cpu_count() or 1
         self._threads = ThreadPoolExecutor(self._thread_count, thread_name_prefix="tokenize")
@@ -221,7 +222,11 @@ class PromptPipeline:
     async def _load(self, directory: str | None) -> ModelRenderer | None:
         if directory is None:
             return None
-        path = Path(directory)
+        # Instances that start together share one renderer, so that verdicts are of the same.
+        async with self._loading:
+            return await self._load_once(Path(directory))
+
+    async def _load_once(self, path: Path) -> ModelRenderer | None:
         failed_at = self._failed_at.get(path)
         if failed_at is not None and self._clock() - failed_at < RELOAD_AFTER_S:
             return None
@@ -244,7 +249,7 @@ class PromptPipeline:
         compared = answered = 0
         for body in PROBE_BODIES:
             try:
-                theirs = await api.tokenize({"model": model, **body})
+                theirs = await api.tokenize({"model": model, **body}, timeout_s=FACTS_S)
             except EngineCallFailed as error:
                 if error.status is not None and error.status < 500 and error.status != 404:
                     continue  # refused: a template without tools, say; the engine refuses it always

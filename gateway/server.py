@@ -1,7 +1,7 @@
 """Runs the gateway on a socket until it is told to stop.
 
-SIGTERM and SIGINT drain: the listener closes, `/ready` says so, running answers may end within
-`drain.limit_s`. A second signal stops at once.
+SIGTERM and SIGINT drain: the listener and idle connections close at once, running answers may end
+within `drain.limit_s`. A second signal stops at once. SIGHUP, which will reload, is noted and ignored.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 from collections.abc import Generator
@@ -68,7 +69,7 @@ class GatewayServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(gateway.settings.drain.limit_s),
+                timeout_graceful_shutdown=math.ceil(gateway.settings.drain.limit_s),
             )
         )
 
@@ -97,6 +98,9 @@ def handle_signals(server: GatewayServer) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
+    loop.add_signal_handler(
+        signal.SIGHUP, logger.warning, "SIGHUP: this version does not reload; restart it instead"
+    )
 
 
 def run(settings: Settings) -> None:

@@ -20,6 +20,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -134,7 +135,11 @@ class PolicySettings(_Section):
 class TokenizerSettings(_Section):
     """How prompts become token ids."""
 
-    mode: Literal["auto", "local", "remote", "off"] = "auto"
+    # YAML reads an unquoted `off` as false.
+    mode: Annotated[
+        Literal["auto", "local", "remote", "off"],
+        BeforeValidator(lambda mode: "off" if mode is False else mode),
+    ] = "auto"
     path: str | None = None  # a model directory; None: where the engine says it loaded the model
     budget_ms: Annotated[float, Field(gt=0, le=60_000)] = 200.0  # then routed by what is known
 
@@ -153,9 +158,16 @@ class InstanceSettings(_Section):
     role: Literal["both"] = "both"
     kv_events: Endpoint | None = None  # None: as the engine says (/kv_event_sources)
     kv_replay: Endpoint | None = None
-    ranks: Annotated[int, Field(ge=1, le=1024)] | list[Annotated[int, Field(ge=0)]] | None = None
+    kv_connector: Literal["auto"] = "auto"  # nothing is handed over in this version
+    ranks: (
+        Annotated[int, Field(ge=1, le=1024)]
+        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+        | None
+    ) = None
     block_size: Annotated[int, Field(ge=1)] | None = None  # tokens; None: as the engine says
-    models: list[str] | None = None  # None: as the engine says (/v1/models)
+    models: Annotated[list[str], Field(min_length=1)] | None = (
+        None  # None: as the engine says (/v1/models)
+    )
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
     api_key_env: str | None = None  # variable with the engine's own key
 

@@ -46,6 +46,9 @@ REPLAY_SILENCE_S = 3.0
 """A replay without a message for so long has no answer. vLLM looks for requests ten times a second,
 but not while it publishes without pause."""
 
+CONNECT_S = 5
+"""A publisher that is not reached by then is worth a warning; the socket goes on trying."""
+
 BATCHES_PER_TURN = 64
 """Batches taken in before other work gets the event loop."""
 
@@ -75,6 +78,7 @@ class Subscriber:
         self._socket.setsockopt(zmq.LINGER, 0)
         if publisher.endpoint.startswith("tcp://["):
             self._socket.setsockopt(zmq.IPV6, 1)
+        self._warned: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._replay: asyncio.Task[None] | None = None
 
@@ -133,6 +137,11 @@ class Subscriber:
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """Report a connection that ended, before anything comes over the next, and its return."""
         was_connected = False
+        if not await monitor.poll(CONNECT_S * 1000):
+            self._warn_once(
+                f"no connection to {self.publisher.endpoint} (is the port open?); until there is "
+                "one, routing goes by what was forwarded where"
+            )
         while True:
             message = await recv_monitor_message(monitor)
             if message["event"] == zmq.EVENT_DISCONNECTED:
@@ -169,8 +178,16 @@ class Subscriber:
                     return True
                 self._handle(decode_batch(self.source, frame, command.replay_id))
                 await asyncio.sleep(0)  # thousands may come at once, and others want the loop too
-        logger.warning("%s: no end of the replay from %d", self.source, command.from_sequence)
+        self._warn_once(
+            f"no answer from {self.publisher.replay_endpoint}, so what was published before or "
+            "lost on the way is not known"
+        )
         return False
+
+    def _warn_once(self, problem: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            logger.warning("KV events of %s: %s", self.source.instance_id, problem)
 
     def _count_unreadable(self, error: WireError) -> None:
         if self.unreadable[error.reason] == 0:

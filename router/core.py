@@ -141,7 +141,7 @@ class RouterCore:
             case RequestArrived():
                 return self._request_arrived(event.request, now)
             case RequestFirstByte():
-                return self._request_first_byte(event.request_id, now)
+                return self._request_first_byte(event, now)
             case RequestFailed():
                 return self._request_failed(event, now)
             case RequestFinished():
@@ -266,17 +266,18 @@ class RouterCore:
             self.index.predict(holder, text, now + self.limits.approximate_prediction_s)
         tracked.predicted = () if is_approximate else chain
 
-    def _request_first_byte(self, request_id: RequestId, now: float) -> list[Command]:
-        tracked = self.requests[request_id]
+    def _request_first_byte(self, event: RequestFirstByte, now: float) -> list[Command]:
+        tracked = self.requests[event.request_id]
         assert tracked.holder is not None
         if tracked.has_first_byte:
             return []
         tracked.has_first_byte = True
         instance = self.fleet.find(tracked.holder.instance_id)
-        if instance is not None and tracked.had_prefill_alone and tracked.is_exact:
+        tells_rate = event.shows_prefill and tracked.had_prefill_alone and tracked.is_exact
+        if instance is not None and tells_rate:
             elapsed_ms = (now - tracked.forwarded_at) * 1000
             self.fleet.observe_prefill(instance, tracked.prefill_tokens, elapsed_ms)
-        self.loads.end_prefill(request_id)
+        self.loads.end_prefill(event.request_id)
         return []
 
     def _request_failed(self, event: RequestFailed, now: float) -> list[Command]:

@@ -160,9 +160,14 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestFirstByte:
-    """The first byte of the answer's body came, so prefill is over."""
+    """The first byte of the answer's body came, so prefill is over.
+
+    `shows_prefill`: it came with the first token (of a stream), so that its time tells how long
+    prefill took. A whole answer, or an error, tells nothing of the kind.
+    """
 
     request_id: RequestId
+    shows_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ class Feed:
 
     @property
     def trust(self) -> Trust:
+        if not self._is_started:
+            return Trust.APPROXIMATE  # it has said nothing yet, and perhaps never will
         return Trust.DEGRADED if self._has_lost or self._is_unsure else Trust.EXACT
 
     @property
@@ -242,7 +244,8 @@ class Feed:
         self._is_unsure = not is_complete
         is_first_sync = not self._is_started
         self._is_started = self._is_started or is_complete
-        self._verify_at = now + (VERIFY_AFTER_SYNC_S if is_first_sync else VERIFY_IDLE_S)
+        is_soon = is_first_sync and is_complete
+        self._verify_at = now + (VERIFY_AFTER_SYNC_S if is_soon else VERIFY_IDLE_S)
         return actions + self._drain(is_complete, now)
 
     def _drain(self, is_complete: bool, now: float) -> list[FeedAction]:

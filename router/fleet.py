@@ -39,6 +39,7 @@ class InstanceState:
     spec: InstanceSpec
     facts: InstanceFacts | None = None
     is_healthy: bool = False  # not before the first successful check
+    was_probed: bool = False
     probes_in_a_row: int = 0  # with the outcome opposite to `is_healthy`
     suspended_until: float | None = None
     suspension_s: float = 0.0
@@ -76,6 +77,7 @@ class InstanceState:
 
     def probed(self, is_healthy: bool, is_gone: bool, up_after: int, down_after: int) -> bool:
         """Note a health check. Return True if the instance just went up or down."""
+        self.was_probed = True
         if is_healthy == self.is_healthy:
             self.probes_in_a_row = 0
             return False

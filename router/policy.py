@@ -226,6 +226,39 @@ class PrefixAffinity(KvCost):
     name: ClassVar[str] = "prefix_affinity"
 
 
+@dataclass(frozen=True, slots=True)
+class PlugIn:
+    """A policy of the operator's own, whose mistakes must not stop the router.
+
+    If it raises, or returns anything but all candidates once each, the request goes by load and its
+    receipt says `fallback`.
+    """
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.policy.reads_prompts
+
+    def rank(
+        self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
+    ) -> list[Ranked]:
+        try:
+            ranked = list(self.policy.rank(situation, candidates, random_below))
+            is_whole = sorted(_place(r.candidate) for r in ranked) == sorted(
+                map(_place, candidates)
+            )
+        except Exception:  # it is not our code
+            is_whole = False
+        if is_whole:
+            return ranked
+        return [Ranked(c, Reason.FALLBACK) for c in sorted(candidates, key=_by_load)]
+
+
 BUILT_IN: Mapping[str, type[Any]] = {
     cls.name: cls
     for cls in (RoundRobin, Random, LeastLoaded, PowerOfTwo, SessionHash, PrefixAffinity, KvCost)
@@ -245,6 +278,10 @@ def _by_load(candidate: Candidate) -> tuple[float, float, int, Holder]:
         candidate.queued_prefill_tokens / candidate.weight,
         *_waited_longest(candidate),
     )
+
+
+def _place(candidate: Candidate) -> Holder:
+    return _sortable(candidate.holder)
 
 
 def _sortable(holder: Holder) -> Holder:
@@ -300,7 +337,7 @@ def _make_plug_in(name: str, options: Mapping[str, Any]) -> Policy:
     module_name, _, class_name = name.partition(":")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever somebody else's module does when it is imported
         raise PolicyError(f"policy {name!r} can't be loaded: {error}") from error
     try:
         policy = cls(**options)
@@ -308,7 +345,7 @@ def _make_plug_in(name: str, options: Mapping[str, Any]) -> Policy:
         raise PolicyError(f"policy {name!r} does not take these options: {error}") from error
     if not isinstance(policy, Policy):
         raise PolicyError(f"policy {name!r} lacks what a policy has: name, reads_prompts, rank()")
-    return policy
+    return PlugIn(policy)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -18,23 +20,45 @@ pytestmark = pytest.mark.timeout(60)
 MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 
-def chat(url: str, content: str = "hello " * 60) -> httpx.Response:
-    body = {
-        "model": "sim",
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 4,
-    }
-    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30, trust_env=False)
+Launch = Callable[..., Child]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Return a function that starts a command on a port; it is stopped with the test."""
+    started: list[Child] = []
+
+    def start(*words: str, port: int) -> Child:
+        log = tmp_path / f"{words[0]}{port}.log"
+        command = [*MOONGATE, *words, "--port", str(port)]
+        child = Child.start(command, f"http://127.0.0.1:{port}", log)
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        child.stop()
+
+
+def printed_curl(log: Path) -> httpx.Response:
+    """Do what the printed curl line does, once it is printed."""
+    deadline = time.monotonic() + 10
+    while "Ctrl-C stops" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    words = shlex.split(log.read_text().partition("  curl ")[2].partition("Ctrl-C")[0])
+    url = next(word for word in words if word.startswith("http"))
+    headers = {"content-type": "application/json"}
+    body = words[words.index("-d") + 1]
+    return httpx.post(url, content=body, headers=headers, timeout=30, trust_env=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_serves_until_a_signal_and_leaves_nothing(tmp_path: Path, number: int) -> None:
-    port = free_port()
-    log = tmp_path / "up.log"
-    url = f"http://127.0.0.1:{port}"
-    child = Child.start([*MOONGATE, "up", "--port", str(port)], url, log)
+def test_up_serves_until_a_signal_and_leaves_nothing(launch: Launch, number: int) -> None:
+    child = launch("up", port=free_port())
+    url, log = child.url, child.log
     child.wait_until("/ready", 20.0)
-    first, second = chat(url), chat(url)
+    first, second = printed_curl(log), printed_curl(log)
     assert (first.status_code, second.status_code) == (200, 200)
     assert second.headers["x-moongate-reason"] == "device_prefix"
     assert second.headers["x-moongate-instance"] == first.headers["x-moongate-instance"]
@@ -48,28 +72,20 @@ def test_up_serves_until_a_signal_and_leaves_nothing(tmp_path: Path, number: int
     assert "Traceback" not in printed
 
 
-def test_a_port_in_use_is_said_and_is_exit_code_1(tmp_path: Path) -> None:
+def test_a_port_in_use_is_said_and_is_exit_code_1(launch: Launch) -> None:
     port = free_port()
-    child = Child.start(
-        [*MOONGATE, "up", "--port", str(port)], f"http://127.0.0.1:{port}", tmp_path / "up.log"
-    )
+    child = launch("up", port=port)
     child.wait_until("/health", 20.0)
     second = subprocess.run(
         [*MOONGATE, "up", "--port", str(port)], capture_output=True, text=True, timeout=20
     )
-    child.stop()
     assert second.returncode == 1
     assert f"can't listen on 127.0.0.1:{port}" in second.stderr
     assert "Traceback" not in second.stderr
 
 
-def test_sigterm_lets_a_running_answer_end(tmp_path: Path) -> None:
-    sim_port = free_port()
-    sim = Child.start(
-        [*MOONGATE, "sim-engine", "--port", str(sim_port), "--decode-tokens-per-s", "20"],
-        f"http://127.0.0.1:{sim_port}",
-        tmp_path / "sim.log",
-    )
+def test_sigterm_lets_a_running_answer_end(tmp_path: Path, launch: Launch) -> None:
+    sim = launch("sim-engine", "--decode-tokens-per-s", "20", port=free_port())
     sim.wait_until("/health", 20.0)
     gateway = start_gateway(
         tmp_path, {"instances": [{"id": "a", "url": sim.url}], "drain": {"limit_s": 20.0}}
@@ -87,7 +103,6 @@ def test_sigterm_lets_a_running_answer_end(tmp_path: Path) -> None:
         rest = list(lines)
     assert rest[-2] == "data: [DONE]"
     assert gateway.process.wait(20) == 0
-    sim.stop()
 
 
 def test_a_wrong_file_is_refused_quickly_by_serve(tmp_path: Path) -> None:
@@ -102,20 +117,17 @@ def test_a_wrong_file_is_refused_quickly_by_serve(tmp_path: Path) -> None:
     assert f"{file}:1: polcy: unknown key (did you mean policy?)" in refused.stderr
 
 
-def test_explain_shows_every_candidate(tmp_path: Path) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    child = Child.start([*MOONGATE, "up", "--port", str(port)], url, tmp_path / "up.log")
+def test_explain_shows_every_candidate(tmp_path: Path, launch: Launch) -> None:
+    child = launch("up", port=free_port())
     child.wait_until("/ready", 20.0)
     file = tmp_path / "request.json"
     file.write_text('{"model": "sim", "messages": [{"role": "user", "content": "hi"}]}')
     shown = subprocess.run(
-        [*MOONGATE, "explain", "-f", str(file), "--url", url],
+        [*MOONGATE, "explain", "-f", str(file), "--url", child.url],
         capture_output=True,
         text=True,
         timeout=20,
     )
-    child.stop()
     assert shown.returncode == 0, shown.stderr
     for name in ("engine-a", "engine-b", "engine-c"):
         assert f'"instance": "{name}"' in shown.stdout

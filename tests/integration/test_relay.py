@@ -362,3 +362,21 @@ async def test_a_client_that_leaves_in_the_stream_ends_the_engines_work() -> Non
                 break
         await asyncio.wait_for(engine.received[0].client_left.wait(), 2.0)
         await until(lambda: gateway.inflight() == 0)
+
+
+async def test_c101_a_path_reaches_the_engine_as_the_table_spells_it_or_not_at_all() -> None:
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        fine = await gateway.client.post("/v1/%63hat/completions?a=%20b", json=body)
+        assert fine.status_code == 200
+        for path in ("/reset_prefix_cache", "/sleep", "//v1/models", "/v1/../sleep", "/V1/models"):
+            assert (await gateway.client.post(path, json=body)).status_code in (404, 405)
+    assert [request.path for request in engine.received] == ["/v1/chat/completions?a=%20b"]
+
+
+async def test_every_answer_has_a_request_id() -> None:
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        for path in ("/health", "/v1/models", "/metrics", "/nope", "/v1/chat/completions"):
+            given = await gateway.client.get(path, headers={"x-request-id": "abc-1"})
+            assert given.headers.get_list("x-request-id") == ["abc-1"], path
+            assert (await gateway.client.get(path)).headers["x-request-id"]

@@ -383,3 +383,68 @@ async def test_c91_without_any_instance_requests_get_503_until_one_comes() -> No
         assert (await gateway.client.get("/ready")).status_code == 200
         assert (await gateway.chat()).status_code == 200
     await engine.stop()
+
+
+async def test_an_event_address_that_nobody_answers_costs_no_affinity() -> None:
+    async with FakeEngine() as a, FakeEngine() as b:
+        instances = [
+            {"id": name, "url": e.url, "kv_events": "tcp://127.0.0.1:9", "block_size": 16}
+            for name, e in (("a", a), ("b", b))
+        ]
+        async with live_gateway([], instances=instances) as gateway:
+            body = {"model": "m", "prompt": list(range(1, 400))}
+            homes, overlaps = [], []
+            for _ in range(4):
+                answer = await gateway.client.post("/v1/completions", json=body)
+                homes.append(answer.headers["x-moongate-instance"])
+                overlaps.append(int(answer.headers["x-moongate-device-tokens"]))
+                await asyncio.sleep(0.4)  # longer in all than what events would have to confirm
+            assert await gateway.metric("moongate_index_trust") == 0
+    assert len(set(homes)) == 1
+    assert overlaps == [0, 384, 384, 384]
+
+
+async def test_a_description_that_fails_later_leaves_the_instance_in_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moongate.gateway.monitor.DESCRIBE_AGAIN_S", 0.1)
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        asked: list[str] = []
+
+        async def broken(request: Received) -> None:
+            asked.append(request.path)
+            await request.answer(200, b"<html>")
+
+        engine.side_calls["/v1/models"] = broken
+        await until(lambda: len(asked) >= 2)
+        assert (await gateway.chat()).status_code == 200
+        assert await gateway.metric("moongate_instance_up") == 1
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"5", b"null", b"[1]", b'{"0": 1}'])
+async def test_event_sources_that_make_no_sense_cost_only_the_events(body: bytes) -> None:
+    async def answer(request: Received) -> None:
+        await request.answer(200, body)
+
+    async with FakeEngine() as engine:
+        engine.side_calls["/kv_event_sources"] = answer
+        async with live_gateway([engine.url]) as gateway:
+            assert (await gateway.chat()).status_code == 200
+            assert await gateway.metric("moongate_index_trust") == 0
+
+
+async def test_a_bug_of_ours_is_an_error_object_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        monkeypatch.setattr("moongate.gateway.hotpath.find_user", fail)
+        answer = await gateway.chat()
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert answer.headers["x-request-id"]
+        assert await gateway.metric("moongate_requests_total", code="500") == 1
+        assert gateway.inflight() == 0
+    assert engine.received == []

@@ -1,9 +1,9 @@
 """From bodies to prompts, with the simulator's real tokenizer and an engine made of a function."""
 
 import asyncio
-import socket
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -627,5 +627,16 @@ def test_a_body_nested_too_deeply_can_not_be_asked_for() -> None:
             nested = [nested]
         with pytest.raises(EngineCallFailed, match="/tokenize: "):
             await Engine(agrees).api.tokenize({"messages": nested})
+
+    run(story)
+
+
+def test_instances_that_start_together_are_all_heard() -> None:
+    async def story() -> None:
+        for _ in range(5):
+            async with a_pipeline() as pipeline:
+                engines = [Engine(answer) for answer in (agrees, contradicts, agrees)]
+                await asyncio.gather(*(pipeline.learn("m", None, e.api) for e in engines))
+                assert await pipeline.learn("m", None, engines[0].api) == "remote"
 
     run(story)

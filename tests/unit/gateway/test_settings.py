@@ -58,6 +58,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "id": "b",
         "url": "http://127.0.0.1:8102",
         "role": "both",
+        "kv_connector": "auto",
         "kv_events": "tcp://127.0.0.1:5602",
         "kv_replay": "tcp://127.0.0.1:6602",
         "ranks": 2,
@@ -205,7 +206,7 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
             "rank: 1",
             (
                 "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, id, "
-                "kv_events, kv_replay, models, ranks, role, url, weight"
+                "kv_connector, kv_events, kv_replay, models, ranks, role, url, weight"
             ),
         ),
     ],

@@ -76,11 +76,18 @@ HA, HB = Holder(A), Holder(B)
 R, S, T = RequestId("r"), RequestId("s"), RequestId("t")
 
 
-def with_sources(*instance_ids: InstanceId, has_replay: bool = False) -> RouterCore:
-    """Return a core whose instances are up and publish events."""
+def with_sources(*instance_ids: InstanceId, has_replay: bool | None = None) -> RouterCore:
+    """Return a core whose instances are up and publish events.
+
+    By default the sources are known to have said nothing yet; with `has_replay` given they are only
+    opened.
+    """
     core = make_core(*instance_ids)
     for instance_id in instance_ids:
-        feed(core, SourceOpened(SourceId(instance_id), has_replay))
+        source = SourceId(instance_id)
+        feed(core, SourceOpened(source, has_replay is not False))
+        if has_replay is None:
+            feed(core, ReplayEnded(source, 1, is_complete=True))
     return core
 
 
@@ -146,7 +153,8 @@ def test_what_is_predicted_counts_until_its_events_must_have_come() -> None:
     feed(core, arrived("r", 1, 2, 3))
     feed(core, batch(0, stored(71, tokens=[1, 2])))  # confirms it
     feed(core, arrived("s", 8, 9, 10))
-    assert core.handle(finished(S), 10.0)[-1] == WakeAt(11.0)
+    core.handle(finished(S), 10.0)
+    assert core.index.next_expiry() == 11.0
     core.handle(finished(R), 10.0)
     assert core.index.predicted_count(HB) == 1
     core.handle(WakeUp(), 11.0)
@@ -521,15 +529,23 @@ def test_what_happens_to_a_request_of_a_removed_instance_concerns_nobody_else() 
 def test_the_prefill_rate_is_learned_from_an_undisturbed_first_byte() -> None:
     core = make_core(A)
     feed(core, arrived("r", *range(400)))
-    core.handle(RequestFirstByte(R), 0.2)
+    core.handle(RequestFirstByte(R, shows_prefill=True), 0.2)
     (instance,) = core.fleet
     assert core.fleet.tokens_per_ms(instance) == pytest.approx(2.0)
+
+
+def test_a_whole_answer_or_an_error_teaches_nothing() -> None:
+    core = make_core(A)
+    feed(core, arrived("r", *range(400)))
+    core.handle(RequestFirstByte(R), 0.001)
+    (instance,) = core.fleet
+    assert core.fleet.tokens_per_ms(instance) == 8.0
 
 
 def test_a_prefill_behind_another_teaches_nothing() -> None:
     core = make_core(A)
     feed(core, arrived("r", *range(400)), arrived("s", *range(500, 900)))
-    core.handle(RequestFirstByte(S), 0.2)
+    core.handle(RequestFirstByte(S, shows_prefill=True), 0.2)
     (instance,) = core.fleet
     assert core.fleet.tokens_per_ms(instance) == 8.0
 
@@ -661,16 +677,18 @@ def test_events_that_cannot_be_used_lower_the_trust() -> None:
 
 
 def test_a_clear_does_not_tell_what_was_missed_of_the_copies_on_the_host() -> None:
-    core = with_sources(A)
+    core = with_sources(A, has_replay=False)
     feed(core, batch(0, stored(71, tokens=[1, 2], tier=Tier.HOST)))
     feed(core, batch(2, BlocksCleared()))  # batch 1 is lost: the host's removals may be in it
     assert trust(core) is Trust.DEGRADED
 
 
-def test_a_holder_without_a_source_is_approximate() -> None:
+def test_a_holder_whose_source_has_said_nothing_yet_is_approximate() -> None:
     core = make_core(A)
     assert trust(core) is Trust.APPROXIMATE
     feed(core, SourceOpened(SOURCE_A, has_replay=False))
+    assert trust(core) is Trust.APPROXIMATE  # perhaps it never will
+    feed(core, batch(0, stored(71, tokens=[1, 2])))
     assert trust(core) is Trust.EXACT
     feed(core, SourceClosed(SOURCE_A))
     assert trust(core) is Trust.APPROXIMATE

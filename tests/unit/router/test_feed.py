@@ -384,9 +384,9 @@ def test_what_was_kept_back_before_a_reconnect_may_be_of_the_old_publisher() -> 
 def test_without_replay_a_reconnected_source_begins_anew_and_degraded() -> None:
     feed = make_live(until=5, has_replay=False)
     assert feed.reconnected(0.0) == [Forget()]
-    assert feed.trust is Trust.DEGRADED
+    assert trust_of(feed) is Trust.APPROXIMATE
     assert receive(feed, one(5)) == apply(5)
-    assert feed.trust is Trust.DEGRADED
+    assert trust_of(feed) is Trust.DEGRADED
 
 
 # --- silence --------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_a_cache_that_is_known_again_ends_the_distrust() -> None:
 
 
 def test_distrust_lasts_until_the_cache_is_known_again() -> None:
-    feed = Feed(has_replay=False)
+    feed = make_live()
     assert trust_of(feed) is Trust.EXACT
     feed.distrust()
     feed.distrust()

@@ -12,6 +12,7 @@ from moongate.router.policy import (
     BUILT_IN,
     Candidate,
     KvCost,
+    PlugIn,
     Policy,
     PolicyError,
     PrefixAffinity,
@@ -344,8 +345,42 @@ def test_what_cannot_be_used_is_refused_with_a_hint(
 
 def test_a_policy_of_yours_is_found_by_module_and_class() -> None:
     policy = make_policy(f"{__name__}:Upwards", {"step": 2})
-    assert isinstance(policy, Upwards)
-    assert policy.step == 2
+    assert isinstance(policy, PlugIn)
+    assert isinstance(policy.policy, Upwards)
+    assert policy.policy.step == 2
+    assert (policy.name, policy.reads_prompts) == ("upwards", False)
+    assert order(policy, candidate("b"), candidate("a", active=1)) == ["b", "a"]
+
+
+class Wrong(Upwards):
+    """A policy that makes the mistake it is told to make."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def rank(
+        self, situation: Situation, candidates: Sequence[Candidate], random_below: object
+    ) -> list[Ranked]:
+        ranked = super().rank(situation, candidates, random_below)
+        match self.mistake:
+            case "raises":
+                raise RuntimeError("mistake")
+            case "forgets":
+                return ranked[:1]
+            case "repeats":
+                return [ranked[0], ranked[0]]
+            case _:
+                return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("mistake", ["raises", "forgets", "repeats", "returns nothing"])
+def test_a_policy_of_yours_that_fails_is_replaced_by_load(mistake: str) -> None:
+    policy = make_policy(f"{__name__}:Wrong", {"mistake": mistake})
+    pair = [candidate("a", active=1), candidate("b")]
+    ranked = policy.rank(situation(), pair, last_of_n)
+    assert [str(r.candidate.holder) for r in ranked] == ["b", "a"]
+    assert {r.reason for r in ranked} == {Reason.FALLBACK}
 
 
 @pytest.mark.parametrize("name", [":", "x:", ":X", "..x:X"])
