@@ -90,7 +90,7 @@ class EngineApi:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineCallFailed(f"{path}: no answer in time") from error
         except httpx.HTTPError as error:
-            detail = f"{self._client.base_url}{path.removeprefix('/')}: {error}"
+            detail = f"{str(self._client.base_url).rstrip('/')}{path}: {error}"
             raise EngineCallFailed(detail, is_gone=_is_gone(error)) from error
         if answer.status_code != httpx.codes.OK:
             raise EngineCallFailed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -108,9 +109,10 @@ class FakeEngine:
         self.models: list[dict[str, Any]] = [{"id": model, "object": "model", "parent": None}]
         self.side_calls: dict[str, Handler] = {}
         self.port = 0
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     @property
     def url(self) -> str:
@@ -128,27 +130,39 @@ class FakeEngine:
         await self.stop()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", self.port, limit=1 << 27
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._is_stopping = False
+        self._accepting = asyncio.create_task(self._accept())
 
     async def stop(self) -> None:
         """Be gone: no listener, and every connection reset."""
-        assert self._server is not None
-        self._server.close()
-        for writer in list(self._connections):
+        assert self._listener is not None
+        assert self._accepting is not None
+        # Woken rather than cancelled: a connection accepted at that moment would be left open.
+        self._is_stopping = True
+        with socket.create_connection(("127.0.0.1", self.port)):
+            await self._accepting
+        self._listener.close()
+        connections, self._connections = self._connections, {}
+        for writer, task in connections.items():
             writer.transport.abort()
-        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.wait_closed()
+        await asyncio.gather(*connections.values(), return_exceptions=True)
+
+    async def _accept(self) -> None:
+        """Accept until told to stop (asyncio's own server leaks what it accepts while it closes)."""
+        assert self._listener is not None
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            if self._is_stopping:
+                connection.close()
+                return
+            reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 27)
+            self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self._connections.add(writer)
         try:
             while not writer.is_closing():
                 request = await _read_request(reader, writer)
@@ -156,8 +170,7 @@ class FakeEngine:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            self._connections.discard(writer)
-            self._tasks.discard(task)
+            self._connections.pop(writer, None)
             writer.close()
 
     async def _handle(self, request: Received) -> None:
