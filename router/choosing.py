@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from moongate.router.commands import CandidateReport, Decision
 from moongate.router.fleet import Fleet, InstanceState
 from moongate.router.index import OwnershipIndex
-from moongate.router.lineage import Lineage, Lineages
+from moongate.router.lineage import Lineage, Lineages, RecentSessions
 from moongate.router.load import LoadTable
 from moongate.router.model import (
     BlockHash,
@@ -54,6 +54,7 @@ class Chooser:
     sources: Sources
     loads: LoadTable
     lineages: Lineages
+    sessions: RecentSessions
 
     def choose(
         self,
@@ -145,6 +146,7 @@ class Chooser:
             last_chosen=instance.last_chosen.get(holder, 0),
             overlap_tokens=overlap_tokens[1],
             confirmed_tokens=overlap_tokens[0],
+            recent_sessions=self.sessions.count(holder),
         )
 
     def _departure(self, request: Request, candidates: Sequence[Candidate]) -> Departure:

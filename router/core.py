@@ -47,7 +47,7 @@ from moongate.router.events import (
 )
 from moongate.router.fleet import Fleet, InstanceState
 from moongate.router.index import OwnershipIndex
-from moongate.router.lineage import Lineages
+from moongate.router.lineage import Lineages, RecentSessions
 from moongate.router.load import LoadTable
 from moongate.router.model import (
     TEXT_SPACE,
@@ -121,9 +121,12 @@ class RouterCore:
         self.index = OwnershipIndex(self.limits.index_blocks_max)
         self.loads = LoadTable()
         self.lineages = Lineages()
+        self.sessions = RecentSessions()
         self.settling = Settling()
         self.sources = Sources(self.index, self.settling)
-        self._chooser = Chooser(self.fleet, self.index, self.sources, self.loads, self.lineages)
+        self._chooser = Chooser(
+            self.fleet, self.index, self.sources, self.loads, self.lineages, self.sessions
+        )
         self.requests: dict[RequestId, _Tracked] = {}
         self._forwards = 0
         self._wake_at: float | None = None
@@ -216,6 +219,8 @@ class RouterCore:
         if tracked.attempt == 0:
             departure = choice.departure
             self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
+            if departure.chain and departure.lineage.history_blocks == 0:
+                self.sessions.note(choice.chosen.holder)
         self._reserve(tracked, choice.chosen, now)
         return Forward(request.id, choice.chosen.holder, choice.decision, tracked.attempt)
 

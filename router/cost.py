@@ -4,6 +4,8 @@ One continuous number without thresholds. Its terms, each shown in receipts:
 
 - `queue`: prompt tokens that the holder was given and has not finished, at its prefill rate.
 - `active`: every unfinished request shares the engine's steps with the new one.
+- `sessions`: for a request that begins a session, those that lately began on the holder: they will come
+  back to it, whether or not one of their turns is under way just now.
 - `prefill`: the request's own tokens that the holder would have to compute.
 - `history`: tokens of the session's earlier turns that would be computed *again*. They are paid
   twice over: the work delays the holder's other requests, and its copy displaces their blocks.
@@ -59,6 +61,7 @@ class CostWeights:
     """What an operator may set under `policy.options` of `kv_cost` and `prefix_affinity`."""
 
     active_request_ms: float = 60.0  # ms that one unfinished request costs a new one
+    session_ms: float = 10.0  # ms that one session lately begun there costs a new one
     history_weight: float = 3.0  # extra charge for a recomputed history, times its prefill
     degraded_weight: float = 0.8  # what an overlap is worth when some events were lost
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
@@ -70,6 +73,7 @@ def placement_terms_ms(
     tokens_per_ms: float,
     queued_prefill_tokens: int,
     active_requests: float,
+    recent_sessions: float,
     prompt_tokens: int,
     overlap_tokens: float,
     best_overlap_tokens: float,
@@ -86,6 +90,7 @@ def placement_terms_ms(
     return {
         "queue": queued_prefill_tokens / tokens_per_ms,
         "active": active_requests * weights.active_request_ms,
+        "sessions": 0.0 if history_tokens else recent_sessions * weights.session_ms,
         "prefill": max(prompt_tokens - overlap_tokens, 0.0) / tokens_per_ms,
         "history": weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
         "shared": -extra / tokens_per_ms * departures / (1 + departures),

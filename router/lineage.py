@@ -10,11 +10,14 @@ Bounded: the least recently used tails and departure points are forgotten.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moongate.router.model import BlockHash
+from moongate.router.model import BlockHash, Holder
+
+SESSIONS_REMEMBERED = 64
+"""Beginnings of sessions that count as recent; older sessions may have ended long ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,27 @@ class Lineage:
 
     history_blocks: int = 0
     departures: int = 0
+
+
+class RecentSessions:
+    """Where the last sessions began: each will come back there, turn after turn."""
+
+    def __init__(self) -> None:
+        self._holders: deque[Holder] = deque()
+        self._counts: Counter[Holder] = Counter()
+
+    def note(self, holder: Holder) -> None:
+        """Note that a session began on this holder."""
+        self._holders.append(holder)
+        self._counts[holder] += 1
+        if len(self._holders) > SESSIONS_REMEMBERED:
+            oldest = self._holders.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+
+    def count(self, holder: Holder) -> int:
+        return self._counts[holder]
 
 
 class Lineages:

@@ -38,6 +38,7 @@ class Candidate:
     last_chosen: int  # counts the fleet's forwards; 0: never chosen
     overlap_tokens: int = 0  # confirmed and predicted
     confirmed_tokens: int = 0  # of these, said by the engine itself
+    recent_sessions: int = 0  # of the fleet's last sessions, those that began here
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class KvCost:
             tokens_per_ms=candidate.tokens_per_ms,
             queued_prefill_tokens=candidate.queued_prefill_tokens,
             active_requests=candidate.active_requests / candidate.weight,
+            recent_sessions=candidate.recent_sessions / candidate.weight,
             prompt_tokens=situation.prompt_tokens,
             overlap_tokens=worth,
             best_overlap_tokens=best,

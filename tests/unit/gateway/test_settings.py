@@ -131,7 +131,7 @@ SECTIONS = (
         (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
-            "approximate_weight, degraded_weight, history_weight"),
+            "approximate_weight, degraded_weight, history_weight, session_ms"),
         ),
         ("health:\n  interval_s: 0\n", "2: health.interval_s: Input should be greater than 0; got 0"),
         (

@@ -14,6 +14,7 @@ def terms(
     *,
     queued_prefill_tokens: int = 0,
     active_requests: float = 0,
+    recent_sessions: float = 0,
     prompt_tokens: int = 1000,
     overlap_tokens: float = 0,
     best_overlap_tokens: float = 0,
@@ -25,6 +26,7 @@ def terms(
         tokens_per_ms=10.0,
         queued_prefill_tokens=queued_prefill_tokens,
         active_requests=active_requests,
+        recent_sessions=recent_sessions,
         prompt_tokens=prompt_tokens,
         overlap_tokens=overlap_tokens,
         best_overlap_tokens=best_overlap_tokens,
@@ -33,7 +35,19 @@ def terms(
     )
 
 
-IDLE = {"queue": 0.0, "active": 0.0, "prefill": 100.0, "history": 0.0, "shared": 0.0}
+IDLE = {
+    "queue": 0.0,
+    "active": 0.0,
+    "sessions": 0.0,
+    "prefill": 100.0,
+    "history": 0.0,
+    "shared": 0.0,
+}
+
+
+def test_sessions_lately_begun_there_are_charged_to_new_sessions_only() -> None:
+    assert terms(recent_sessions=3) == IDLE | {"sessions": 30.0}
+    assert terms(recent_sessions=3, history_tokens=500, overlap_tokens=500)["sessions"] == 0.0
 
 
 def test_an_idle_cold_holder_costs_the_prompts_prefill() -> None:

@@ -1,7 +1,9 @@
 """Which request continues which, told by the blocks alone."""
 
-from moongate.router.lineage import Lineage, Lineages
-from moongate.router.model import BlockHash
+from moongate.router.lineage import SESSIONS_REMEMBERED, Lineage, Lineages, RecentSessions
+from moongate.router.model import BlockHash, Holder
+
+from .builders import A, B
 
 H = [BlockHash(bytes([n])) for n in range(9)]
 
@@ -69,3 +71,13 @@ def test_past_the_limit_the_departure_used_least_recently_is_forgotten() -> None
     forward(lineages, [H[1], H[5]], shared_blocks=1)
     assert lineages.find([H[0], H[6]], 1) == Lineage(0, departures=0)
     assert lineages.find([H[1], H[6]], 1) == Lineage(0, departures=1)
+
+
+def test_only_the_last_sessions_count_as_recent() -> None:
+    sessions = RecentSessions()
+    sessions.note(Holder(A))
+    for _ in range(SESSIONS_REMEMBERED - 1):
+        sessions.note(Holder(B))
+    assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (1, SESSIONS_REMEMBERED - 1)
+    sessions.note(Holder(B))
+    assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (0, SESSIONS_REMEMBERED)
