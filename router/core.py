@@ -390,7 +390,7 @@ class RouterCore:
     def is_settled(self, request: Request, now: float) -> bool:
         """Tell whether all is announced of the turn that the request continues, if it does one."""
         prompt = request.prompt
-        if prompt is None or not prompt.is_exact:
+        if not self.settling.has_pending() or prompt is None or not prompt.is_exact:
             return True
         chains = [chain for space, chain in prompt.chains.items() if space != TEXT_SPACE]
         return all(self._is_tail_settled(chain, now) for chain in chains)

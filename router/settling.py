@@ -49,6 +49,7 @@ class Settling:
         self._watches: OrderedDict[RequestId, _Watch] = OrderedDict()
         self._by_parent: dict[tuple[Holder, BlockHash], RequestId] = {}
         self._by_tail: dict[BlockHash, RequestId] = {}
+        self._ended: set[RequestId] = set()  # of these, answers that have ended, not all announced
 
     def forwarded(
         self,
@@ -100,6 +101,12 @@ class Settling:
         watch.finished_at = now
         if watch.is_announced:
             self.drop(request_id)
+        else:
+            self._ended.add(request_id)
+
+    def has_pending(self) -> bool:
+        """Tell whether anything is to be announced at all; mostly not, which saves the look-up."""
+        return bool(self._ended)
 
     def is_settled(self, tail: BlockHash, now: float) -> bool:
         """Tell whether all is announced of the answer to the prompt that ends in this block.
@@ -116,6 +123,7 @@ class Settling:
         watch = self._watches.pop(request_id, None)
         if watch is None:
             return
+        self._ended.discard(request_id)
         if self._by_parent.get((watch.holder, watch.next_parent)) == request_id:
             del self._by_parent[watch.holder, watch.next_parent]
         if self._by_tail.get(watch.tail) == request_id:

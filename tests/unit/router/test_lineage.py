@@ -81,3 +81,5 @@ def test_only_the_last_sessions_count_as_recent() -> None:
     assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (1, SESSIONS_REMEMBERED - 1)
     sessions.note(Holder(B))
     assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (0, SESSIONS_REMEMBERED)
+    sessions.note(Holder(A))
+    assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (1, SESSIONS_REMEMBERED - 1)

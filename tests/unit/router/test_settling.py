@@ -24,12 +24,15 @@ def test_an_answer_under_way_is_nothing_to_wait_for() -> None:
 
 def test_an_answer_is_settled_with_its_last_full_block() -> None:
     settling = watching()
+    assert not settling.has_pending()
     settling.finished(R, completion_tokens=4, now=0.0)  # 7 + 4 - 1 computed: five blocks
+    assert settling.has_pending()
     assert not settling.is_settled(H[2], now=0.0)
     settling.stored(HA, H[2], X[:1])
     assert not settling.is_settled(H[2], now=0.0)
     settling.stored(HA, X[0], X[1:2])
     assert settling.is_settled(H[2], now=0.0)
+    assert not settling.has_pending()
     assert len(settling) == 0
 
 
