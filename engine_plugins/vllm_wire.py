@@ -6,6 +6,9 @@ replay answers with or without a topic frame (vllm#45177). What can't be underst
 `BlocksUnreadable` with a fixed word for a reason, so one odd event loses neither its batch nor the
 subscription.
 
+Nearly all batches are of the current form and without a fault. They are read by declared types, in one
+go; a batch that doesn't fit these is read again field by field, with the same outcome for what does fit.
+
 Source: vLLM 0.32 `distributed/kv_events.py`.
 """
 
@@ -45,6 +48,39 @@ FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink
 _EXTRA_KEY_TAGS = frozenset({"lora", "mm", "cache_salt", "prompt_embeds"})
 
 _decode = msgspec.msgpack.Decoder().decode
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: tuple[int | bytes, ...]
+    token_ids: list[int]
+    block_size: int
+    parent_block_hash: int | bytes | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Any = None
+    group_idx: Any = None
+    kv_cache_spec_kind: Any = None
+    locality: Any = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: tuple[int | bytes, ...]
+    medium: str | None = None
+    group_idx: Any = None
+    locality: Any = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    timestamp: Any
+    events: list[_Stored | _Removed | _Cleared]
+    rank: int | None = None
+
+
+_decode_typed = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class WireError(ValueError):
@@ -130,6 +166,44 @@ def decode_batch(source: SourceId, frame: Frame, replay_id: int | None = None) -
 
 def _decode_payload(payload: bytes) -> tuple[tuple[KvEvent, ...], int | None]:
     try:
+        batch = _decode_typed(payload)
+        decoded = [_typed_event(event) for event in batch.events]
+        rank = batch.rank
+    except (msgspec.DecodeError, RecursionError, WireError):
+        return _decode_tolerantly(payload)
+    if rank is not None and rank < 0:
+        raise WireError("rank", f"expected a rank, got {rank!r}")
+    return tuple(event for event in decoded if event is not None), rank
+
+
+def _typed_event(event: _Stored | _Removed | _Cleared) -> KvEvent | None:
+    """As `_decode_event`, but a field of the wrong form raises WireError."""
+    if isinstance(event, _Removed):
+        tier = _tier(event.medium, event.locality)
+        return BlocksRemoved(event.block_hashes, tier, _group(event.group_idx))
+    if isinstance(event, _Cleared):
+        return BlocksCleared()
+    tier = _tier(event.medium, event.locality)
+    if tier is not Tier.DEVICE and not event.token_ids:
+        return None  # as in `_decode_stored`
+    if event.block_size < 0:
+        raise WireError("block_size", repr(event.block_size))
+    return BlocksStored(
+        event.block_hashes,
+        event.parent_block_hash,
+        _pack(event.token_ids),
+        event.block_size,
+        tier,
+        event.lora_name,
+        _extra_keys(event.extra_keys, event.lora_name),
+        _group(event.group_idx),
+        _is_full_attention(event.kv_cache_spec_kind),
+    )
+
+
+def _decode_tolerantly(payload: bytes) -> tuple[tuple[KvEvent, ...], int | None]:
+    """Read a batch field by field, so that an odd event is told by its fault and loses no other."""
+    try:
         batch = _decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError("payload", str(error)) from error
@@ -169,7 +243,7 @@ def _untag(event: object) -> tuple[object, Mapping[str, Any]]:
 
 
 def _decode_stored(fields: Mapping[str, Any]) -> BlocksStored | None:
-    tier = _tier(fields)
+    tier = _tier(fields.get("medium"), fields.get("locality"))
     token_ids = fields.get("token_ids")
     if tier is not Tier.DEVICE and not token_ids:
         return None  # placeholder of an offloading connector: names blocks without their content
@@ -190,13 +264,14 @@ def _decode_stored(fields: Mapping[str, Any]) -> BlocksStored | None:
         tier=tier,
         lora_name=lora_name,
         extra_keys=_extra_keys(fields.get("extra_keys"), lora_name),
-        group=_group(fields),
+        group=_group(fields.get("group_idx")),
         is_full_attention=_is_full_attention(fields.get("kv_cache_spec_kind")),
     )
 
 
 def _decode_removed(fields: Mapping[str, Any]) -> BlocksRemoved:
-    return BlocksRemoved(_engine_hashes(fields), _tier(fields), _group(fields))
+    tier = _tier(fields.get("medium"), fields.get("locality"))
+    return BlocksRemoved(_engine_hashes(fields), tier, _group(fields.get("group_idx")))
 
 
 def _engine_hashes(fields: Mapping[str, Any]) -> tuple[EngineHash, ...]:
@@ -220,13 +295,12 @@ def _is_full_attention(kind: object) -> bool:
     return kind in FULL_ATTENTION_KINDS
 
 
-def _group(fields: Mapping[str, Any]) -> int:
-    group = fields.get("group_idx")
+def _group(group: object) -> int:
     if group is None:
         return 0
-    if not _is_count(group):
+    if not isinstance(group, int) or not _is_count(group):
         raise WireError("group_idx", repr(group)[:80])
-    return int(group)
+    return group
 
 
 def _pack(token_ids: object) -> bytes:
@@ -238,14 +312,13 @@ def _pack(token_ids: object) -> bytes:
         raise WireError("token_ids", str(error)) from error
 
 
-def _tier(fields: Mapping[str, Any]) -> Tier:
+def _tier(medium: object, locality: object) -> Tier:
     """Return where the block lies. Events without a medium are of releases that had only the GPU.
 
     Lower-case `cpu` without a locality is MooncakeStoreConnector's and means the pool; an
     offloading connector says `CPU`, newer ones with locality LOCAL.
     """
-    medium, locality = fields.get("medium"), fields.get("locality")
-    if medium is None or (isinstance(medium, str) and medium.upper() == "GPU"):
+    if medium is None or medium == "GPU" or (isinstance(medium, str) and medium.upper() == "GPU"):
         return Tier.DEVICE
     if not isinstance(medium, str):
         raise WireError("medium", repr(medium)[:80])

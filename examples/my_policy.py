@@ -3,6 +3,7 @@
 Use it with `policy: {name: "my_policy:FewestTokensAhead"}` and this file's folder on PYTHONPATH.
 """
 
+import heapq
 from collections.abc import Sequence
 
 from moongate.router import Candidate, Ranked, Reason
@@ -16,5 +17,7 @@ class FewestTokensAhead:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        order = sorted(candidates, key=lambda c: (c.queued_prefill_tokens, c.last_chosen))
-        return [Ranked(candidate, Reason.LOAD) for candidate in order]
+        first = heapq.nsmallest(
+            situation.places, candidates, key=lambda c: (c.queued_prefill_tokens, c.last_chosen)
+        )
+        return [Ranked(candidate, Reason.LOAD) for candidate in first]

@@ -1,46 +1,52 @@
 """From a request to a decision: who could take it, what it continues, how the policy ranks them.
 
-Reads the router's state and changes none of it, so that a dry run (`explain`) and a real decision
-are the same code.
+Reads the router's state and changes none of it (that candidates are kept shows nowhere), so that a dry
+run (`explain`) and a real decision are the same code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from moongate.router.candidates import CandidateTable, Group
 from moongate.router.commands import CandidateReport, Decision
-from moongate.router.fleet import Fleet, InstanceState
+from moongate.router.fleet import Fleet
 from moongate.router.index import OwnershipIndex
-from moongate.router.lineage import Lineage, Lineages, RecentSessions
-from moongate.router.load import LoadTable
+from moongate.router.lineage import Lineage, Lineages
 from moongate.router.model import (
+    TEXT_SPACE,
     BlockHash,
-    BlockSpace,
     Holder,
     InstanceId,
+    KnownPart,
+    Prompt,
     Reason,
     Request,
 )
 from moongate.router.policy import Candidate, Policy, RandomBelow, Ranked, Situation
-from moongate.router.sources import Sources
+
+NO_PROMPT = Prompt(0, {})
+"""What is known of a request without a prompt."""
+
+PLACES = 2
+"""The one that is chosen, and the runner-up for the receipt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
+class Departure(NamedTuple):
     """A request's place among earlier ones, and the chain in which it was found."""
 
-    chain: Sequence[BlockHash] = ()
-    block_tokens: int = 0
-    shared_blocks: int = 0  # the longest overlap among the candidates
-    lineage: Lineage = field(default_factory=Lineage)
+    chain: Sequence[BlockHash]
+    shared_blocks: int  # the longest overlap among the candidates
+    lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The candidate chosen, why, and where the request departs from earlier ones."""
 
     chosen: Candidate
+    known: KnownPart  # of the prompt, there
     decision: Decision
     departure: Departure
 
@@ -51,10 +57,8 @@ class Chooser:
 
     fleet: Fleet
     index: OwnershipIndex
-    sources: Sources
-    loads: LoadTable
+    table: CandidateTable
     lineages: Lineages
-    sessions: RecentSessions
 
     def choose(
         self,
@@ -63,110 +67,75 @@ class Chooser:
         random_below: RandomBelow,
         now: float,
         excluded: Sequence[InstanceId] = (),
+        places: int | None = PLACES,
     ) -> Choice | None:
-        """Return what `policy` decides for the request now. None: there is no candidate."""
-        candidates = self._candidates(request, now, excluded)
-        if not candidates:
+        """Return what `policy` decides for the request now. None: there is no candidate.
+
+        `places`: how many are ranked at least, None for all.
+        """
+        group = self.table.group(request.model, now, excluded)
+        if not group.seats:
             return None
-        departure = self._departure(request, candidates)
+        prompt = request.prompt or NO_PROMPT
+        chain, block_tokens = _lineage_chain(prompt)
+        history_blocks = self.lineages.find_history(chain)
+        overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
+        candidates = self._candidates(group, overlaps)
+        longest_tokens = max(map(max, overlaps.values()), default=0)
+        shared_blocks = min(longest_tokens // block_tokens, len(chain))
+        lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
         situation = Situation(
             request=request,
-            prompt_tokens=request.prompt.token_count if request.prompt is not None else 0,
-            history_tokens=departure.lineage.history_blocks * departure.block_tokens,
-            departures=departure.lineage.departures,
+            prompt_tokens=prompt.token_count,
+            history_tokens=history_blocks * block_tokens,
+            departures=lineage.departures,
+            tokens_per_ms=self.fleet.tokens_per_ms,
+            places=len(candidates) if places is None else places,
         )
         ranked = policy.rank(situation, candidates, random_below)
-        assert len(ranked) == len(candidates), (policy.name, len(ranked), len(candidates))
-        return Choice(ranked[0].candidate, _decision(request, policy, ranked), departure)
-
-    def space(self, instance: InstanceState, model: str) -> BlockSpace:
-        """Return the block space of a model's prompts on an instance.
-
-        What its events say counts more than what discovery or the operator said.
-        """
-        size = self.sources.block_size_tokens(instance.spec.id)
-        if size is None and instance.facts is not None:
-            size = instance.facts.block_size_tokens
-        return instance.space(model, size)
-
-    def spaces(self, model: str) -> set[BlockSpace]:
-        """Return the block spaces in which a prompt for this model has to be hashed."""
-        return {self.space(instance, model) for instance in self.fleet.serving(model)}
-
-    def usable_chain(self, request: Request, instance: InstanceState) -> Sequence[BlockHash]:
-        """Return the hashes of the blocks that the instance could reuse for this request."""
-        if request.prompt is None:
-            return ()
-        space = self.space(instance, request.model)
-        return request.prompt.chain(space)[: request.prompt.usable_blocks(space)]
-
-    def _candidates(
-        self, request: Request, now: float, excluded: Sequence[InstanceId]
-    ) -> list[Candidate]:
-        instances = self.fleet.available(request.model, now, excluded)
-        overlaps = self._overlaps(request, instances)
-        return [
-            self._candidate(instance, holder, overlaps.get(holder, (0, 0)))
-            for instance in instances
-            for holder in instance.holders
-        ]
+        chosen = ranked[0].candidate
+        known = prompt.known_in(group.spaces[chosen.holder])
+        decision = _decision(request, policy, ranked, is_alone=len(candidates) == 1)
+        return Choice(chosen, known, decision, Departure(chain, shared_blocks, lineage))
 
     def _overlaps(
-        self, request: Request, instances: Sequence[InstanceState]
+        self, prompt: Prompt, group: Group, likely_tokens: int
     ) -> dict[Holder, tuple[int, int]]:
-        """Return each holder's overlap in tokens, confirmed and in all.
-
-        Cost: one walk over the prompt's blocks for each block space, however many instances.
-        """
-        if request.prompt is None:
-            return {}
-        holders: dict[BlockSpace, list[Holder]] = {}
-        for instance in instances:
-            holders.setdefault(self.space(instance, request.model), []).extend(instance.holders)
+        """Return in tokens the overlap of each holder that has one: confirmed, and in all."""
         tokens: dict[Holder, tuple[int, int]] = {}
-        for space, members in holders.items():
-            chain, usable = request.prompt.chain(space), request.prompt.usable_blocks(space)
-            size = request.prompt.block_tokens(space)
-            found = self.index.find_overlaps(chain, usable, members)
-            tokens |= {h: (o.confirmed_blocks * size, o.blocks * size) for h, o in found.items()}
+        for space, mask in group.masks.items():
+            chain, size, usable_blocks, _ = prompt.known_in(space)
+            found = self.index.find_overlaps(chain, usable_blocks, mask, likely_tokens // size)
+            for holder, (confirmed_blocks, blocks) in found.items():
+                tokens[holder] = confirmed_blocks * size, blocks * size
         return tokens
 
-    def _candidate(
-        self, instance: InstanceState, holder: Holder, overlap_tokens: tuple[int, int]
-    ) -> Candidate:
-        load = self.loads.get(holder)
-        return Candidate(
-            holder=holder,
-            role=instance.spec.role,
-            weight=instance.spec.weight,
-            trust=self.sources.trust(holder),
-            active_requests=load.active_requests,
-            queued_prefill_tokens=load.queued_prefill_tokens,
-            tokens_per_ms=self.fleet.tokens_per_ms(instance),
-            last_chosen=instance.last_chosen.get(holder, 0),
-            overlap_tokens=overlap_tokens[1],
-            confirmed_tokens=overlap_tokens[0],
-            recent_sessions=self.sessions.count(holder),
-        )
-
-    def _departure(self, request: Request, candidates: Sequence[Candidate]) -> Departure:
-        """Find out what the request continues. Of several chains that of the smallest blocks counts."""
-        prompt = request.prompt
-        spaces = [s for s in prompt.chains if prompt.block_tokens(s)] if prompt is not None else []
-        if prompt is None or not spaces:
-            return Departure()
-        space = min(spaces, key=lambda s: (s.block_size_tokens, s.lora_name or ""))
-        chain, block_tokens = prompt.chain(space), prompt.block_tokens(space)
-        best_overlap_tokens = max(c.overlap_tokens for c in candidates)
-        shared_blocks = min(best_overlap_tokens // block_tokens, len(chain))
-        lineage = self.lineages.find(chain, shared_blocks)
-        return Departure(chain, block_tokens, shared_blocks, lineage)
+    def _candidates(self, group: Group, overlaps: dict[Holder, tuple[int, int]]) -> list[Candidate]:
+        """Return the group's candidates, replaced by copies with their overlap where there is one."""
+        candidates = self.table.members(group)
+        for holder, (confirmed_tokens, overlap_tokens) in overlaps.items():
+            position = group.positions[holder]
+            candidates[position] = candidates[position].having(overlap_tokens, confirmed_tokens)
+        return candidates
 
 
-def _decision(request: Request, policy: Policy, ranked: Sequence[Ranked]) -> Decision:
+def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
+    """Return the chain by which a prompt's lineage is told, and the tokens of a block.
+
+    Of several that of the smallest blocks.
+    """
+    real = [space for space in prompt.chains if space != TEXT_SPACE]
+    space = min(real, key=lambda s: (s.block_size_tokens, s.lora_name or ""), default=TEXT_SPACE)
+    known = prompt.known_in(space)
+    return known.chain, known.block_tokens
+
+
+def _decision(
+    request: Request, policy: Policy, ranked: Sequence[Ranked], is_alone: bool
+) -> Decision:
     best = ranked[0]
     reason = best.reason
-    if len(ranked) == 1:
+    if is_alone:
         reason = Reason.ONLY_CHOICE
     elif policy.reads_prompts and request.is_prompt_missing and reason is Reason.LOAD:
         reason = Reason.FALLBACK

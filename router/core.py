@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from moongate.router.choosing import Choice, Chooser
+from moongate.router.candidates import CandidateTable
+from moongate.router.choosing import PLACES, Choice, Chooser
 from moongate.router.commands import (
     Command,
     Decision,
@@ -56,6 +57,7 @@ from moongate.router.model import (
     Holder,
     InstanceFacts,
     InstanceId,
+    KnownPart,
     Request,
     RequestId,
     Trust,
@@ -73,7 +75,7 @@ have not confirmed by then is no longer assumed."""
 class RouterLimits:
     """What bounds the core, and the health thresholds."""
 
-    index_blocks_max: int = 4_000_000  # about 250 bytes each
+    index_blocks_max: int = 4_000_000  # about 190 bytes each
     attempts_max: int = 2  # one try, one retry elsewhere
     prediction_s: float = 60.0  # where events will confirm: how long a prefill may take
     approximate_prediction_s: float = 600.0  # without events: how long an idle prefix may last
@@ -91,7 +93,8 @@ class _Tracked:
     attempt: int = 0
     holder: Holder | None = None
     tried: list[InstanceId] = field(default_factory=list)
-    predicted: Sequence[BlockHash] = ()
+    predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
+    predicted_part: range = range(0)  # of it, what was not confirmed already
     prefill_tokens: int = 0
     forwarded_at: float = 0.0
     had_prefill_alone: bool = False
@@ -124,10 +127,12 @@ class RouterCore:
         self.sessions = RecentSessions()
         self.settling = Settling()
         self.sources = Sources(self.index, self.settling)
-        self._chooser = Chooser(
-            self.fleet, self.index, self.sources, self.loads, self.lineages, self.sessions
+        self.candidates = CandidateTable(
+            self.fleet, self.index, self.sources, self.loads, self.sessions
         )
+        self._chooser = Chooser(self.fleet, self.index, self.candidates, self.lineages)
         self.requests: dict[RequestId, _Tracked] = {}
+        self.predicting: dict[Holder, dict[RequestId, _Tracked]] = {}  # those with `predicted`
         self._forwards = 0
         self._wake_at: float | None = None
 
@@ -175,13 +180,12 @@ class RouterCore:
 
     def _schedule(self, event: Event, now: float) -> list[Command]:
         """Ask for a wake-up if something is due before the one already asked for."""
-        due = [self.index.next_expiry()]
+        at = self.index.next_expiry()
         if isinstance(event, WakeUp):
-            due += [state.feed.next_wake() for _, state in self.sources]
+            at = _earliest(at, *(state.feed.next_wake() for _, state in self.sources))
         elif isinstance(event, SourceEvent):
             state = self.sources.find(event.source)
-            due.append(state.feed.next_wake() if state is not None else None)
-        at = min((time for time in due if time is not None), default=None)
+            at = _earliest(at, state.feed.next_wake() if state is not None else None)
         if at is None or (self._wake_at is not None and self._wake_at <= at):
             return []
         self._wake_at = max(at, now)
@@ -191,19 +195,18 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
-        if not self.fleet.serving(request.model):
-            return [self._refuse_unserved(request)]
         tracked = _Tracked(request)
         forward = self._try_forward(tracked, now)
         if forward is None:
-            return [self._reject(request.id, RejectReason.NO_INSTANCE)]
+            return [self._refuse(request)]
         self.requests[request.id] = tracked
         return [forward]
 
-    def _refuse_unserved(self, request: Request) -> Reject:
-        """Unknown to the whole fleet, or perhaps served by an instance not yet heard of."""
-        is_known = [instance.facts is not None for instance in self.fleet]
-        if is_known and all(is_known):
+    def _refuse(self, request: Request) -> Reject:
+        """Its model is unknown to the whole fleet, or no instance that has it (or may) is up."""
+        is_described = [instance.facts is not None for instance in self.fleet]
+        is_known = request.model in self.fleet.model_cards()
+        if not is_known and is_described and all(is_described):
             return Reject(request.id, RejectReason.UNKNOWN_MODEL)
         return self._reject(request.id, RejectReason.NO_INSTANCE)
 
@@ -220,15 +223,16 @@ class RouterCore:
             departure = choice.departure
             self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
             if departure.chain and departure.lineage.history_blocks == 0:
-                self.sessions.note(choice.chosen.holder)
-        self._reserve(tracked, choice.chosen, now)
+                for holder in self.sessions.note(choice.chosen.holder):
+                    self.candidates.touch(holder)
+        self._reserve(tracked, choice, now)
         return Forward(request.id, choice.chosen.holder, choice.decision, tracked.attempt)
 
-    def _reserve(self, tracked: _Tracked, chosen: Candidate, now: float) -> None:
-        request, holder = tracked.request, chosen.holder
-        instance = self._get_instance(holder.instance_id)
-        chain = self._chooser.usable_chain(request, instance)
+    def _reserve(self, tracked: _Tracked, choice: Choice, now: float) -> None:
+        request, chosen, known = tracked.request, choice.chosen, choice.known
         prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
+        holder = chosen.holder
+        instance = self._get_instance(holder.instance_id)
         self._forwards += 1
         instance.last_chosen[holder] = self._forwards
         instance.begin_trial(request.id)
@@ -238,38 +242,25 @@ class RouterCore:
         tracked.forwarded_at = now
         tracked.prefill_tokens = max(prompt_tokens - chosen.overlap_tokens, 0)
         tracked.had_prefill_alone = self.loads.get(holder).queued_prefill_tokens == 0
-        self.loads.reserve(request.id, holder, tracked.prefill_tokens, len(chain))
-        self._predict(tracked, chain, now)
-        self._watch_answer(tracked, instance)
+        self.loads.reserve(request.id, holder, tracked.prefill_tokens, known.usable_blocks)
+        self.candidates.touch(holder)
+        if known.usable_blocks:
+            self._predict(tracked, chosen, known, now)
+        if tracked.is_exact and chosen.trust is Trust.EXACT:
+            # Count what the engine announces of the answer.
+            chain, block_tokens, _, _ = known
+            self.settling.forwarded(request.id, holder, chain, prompt_tokens, block_tokens)
 
-    def _watch_answer(self, tracked: _Tracked, instance: InstanceState) -> None:
-        """Count what the engine announces of the answer, where its events are complete."""
-        prompt, holder = tracked.request.prompt, tracked.holder
-        assert holder is not None
-        if prompt is None or not prompt.is_exact or self.sources.trust(holder) is not Trust.EXACT:
-            return
-        space = self._chooser.space(instance, tracked.request.model)
-        self.settling.forwarded(
-            tracked.request.id,
-            holder,
-            prompt.chain(space),
-            prompt.token_count,
-            prompt.block_tokens(space),
-        )
-
-    def _predict(self, tracked: _Tracked, chain: Sequence[BlockHash], now: float) -> None:
-        assert tracked.holder is not None
-        holder = tracked.holder
-        is_approximate = self.sources.trust(holder) is Trust.APPROXIMATE or not tracked.is_exact
-        lifetime_s = (
-            self.limits.approximate_prediction_s if is_approximate else self.limits.prediction_s
-        )
-        self.index.predict(holder, chain, now + lifetime_s)
-        prompt = tracked.request.prompt
-        if prompt is not None and prompt.is_exact:
-            text = prompt.chains.get(TEXT_SPACE, ())
-            self.index.predict(holder, text, now + self.limits.approximate_prediction_s)
-        tracked.predicted = () if is_approximate else chain
+    def _predict(self, tracked: _Tracked, chosen: Candidate, known: KnownPart, now: float) -> None:
+        """Assume that the holder will have what it has not confirmed of the prompt."""
+        holder, limits = chosen.holder, self.limits
+        part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
+        will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
+        lifetime_s = limits.prediction_s if will_confirm else limits.approximate_prediction_s
+        self.index.predict(holder, known.chain[part.start : part.stop], now + lifetime_s)
+        if will_confirm:
+            tracked.predicted, tracked.predicted_part = known.chain, part
+            self.predicting.setdefault(holder, {})[tracked.request.id] = tracked
 
     def _request_first_byte(self, event: RequestFirstByte, now: float) -> list[Command]:
         tracked = self.requests[event.request_id]
@@ -283,6 +274,7 @@ class RouterCore:
             elapsed_ms = (now - tracked.forwarded_at) * 1000
             self.fleet.observe_prefill(instance, tracked.prefill_tokens, elapsed_ms)
         self.loads.end_prefill(event.request_id)
+        self.candidates.touch(tracked.holder)
         return []
 
     def _request_failed(self, event: RequestFailed, now: float) -> list[Command]:
@@ -308,6 +300,7 @@ class RouterCore:
         match kind:
             case FailureKind.UNREACHABLE:
                 instance.probed(is_healthy=False, is_gone=True, up_after=1, down_after=1)
+                self.candidates.reset()
                 self._forget_unconfirmable(instance)
                 return [Probe(instance_id)]
             case FailureKind.DISCONNECTED:
@@ -340,6 +333,7 @@ class RouterCore:
             # Requests that failed together are one reason to back off, not one each.
             if failed.suspended_until is None or failed.trial == tracked.request.id:
                 failed.suspend(now)
+                self.candidates.reset()
 
     def _end_trials(self, tracked: _Tracked) -> None:
         for instance_id in tracked.tried:
@@ -349,17 +343,27 @@ class RouterCore:
 
     def _release(self, tracked: _Tracked, now: float) -> None:
         """End an attempt: its load is free, and what it should have cached is soon known."""
+        holder, predicted = tracked.holder, tracked.predicted
+        assert holder is not None
         self.loads.release(tracked.request.id)
-        assert tracked.holder is not None
-        predicted, tracked.predicted = tracked.predicted, ()
-        if predicted and self.index.has_holder(tracked.holder):
-            own = predicted[self._predicted_by_others(tracked.holder, predicted) :]
-            self.index.shorten_predictions(tracked.holder, own, now + CONFIRMATION_GRACE_S)
+        self.candidates.touch(holder)
+        if not predicted:
+            return
+        tracked.predicted = ()
+        part = tracked.predicted_part
+        begin = max(part.start, self._predicted_by_others(tracked, predicted))
+        if self.index.has_holder(holder):
+            own = predicted[begin : part.stop]
+            self.index.shorten_predictions(holder, own, now + CONFIRMATION_GRACE_S)
 
-    def _predicted_by_others(self, holder: Holder, chain: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks other unfinished requests will fill on this holder."""
-        others = (t.predicted for t in self.requests.values() if t.holder == holder)
-        return max((_common_blocks(chain, other) for other in others), default=0)
+    def _predicted_by_others(self, tracked: _Tracked, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks other unfinished requests will fill on its holder."""
+        assert tracked.holder is not None
+        others = self.predicting[tracked.holder]
+        del others[tracked.request.id]
+        if not others:
+            del self.predicting[tracked.holder]
+        return max((_common_blocks(chain, other.predicted) for other in others.values()), default=0)
 
     # --- choosing ---------------------------------------------------------------------------------
 
@@ -374,7 +378,7 @@ class RouterCore:
     def explain(self, request: Request, now: float) -> Decision | None:
         """Return what would be decided now, and change nothing. None: no candidate."""
         # Not the real chance: drawing from it would change what is decided next.
-        choice = self._choose(request, now, random_below=lambda n: 0, excluded=())
+        choice = self._choose(request, now, random_below=lambda n: 0, places=None)
         return choice.decision if choice is not None else None
 
     def _choose(
@@ -382,10 +386,11 @@ class RouterCore:
         request: Request,
         now: float,
         random_below: RandomBelow,
-        excluded: Sequence[InstanceId],
+        excluded: Sequence[InstanceId] = (),
+        places: int | None = PLACES,
     ) -> Choice | None:
         policy = self.get_policy(request.policy)
-        return self._chooser.choose(policy, request, random_below, now, excluded)
+        return self._chooser.choose(policy, request, random_below, now, excluded, places)
 
     def is_settled(self, request: Request, now: float) -> bool:
         """Tell whether all is announced of the turn that the request continues, if it does one."""
@@ -396,12 +401,12 @@ class RouterCore:
         return all(self._is_tail_settled(chain, now) for chain in chains)
 
     def _is_tail_settled(self, chain: Sequence[BlockHash], now: float) -> bool:
-        depth = self.lineages.find(chain, shared_blocks=0).history_blocks
+        depth = self.lineages.find_history(chain)
         return depth == 0 or self.settling.is_settled(chain[depth - 1], now)
 
-    def spaces(self, model: str) -> set[BlockSpace]:
+    def spaces(self, model: str) -> frozenset[BlockSpace]:
         """Return the block spaces in which a prompt for this model has to be hashed."""
-        return self._chooser.spaces(model)
+        return self.candidates.spaces(model)
 
     # --- the fleet --------------------------------------------------------------------------------
 
@@ -426,14 +431,17 @@ class RouterCore:
         return []
 
     def _describe(self, instance: InstanceState, facts: InstanceFacts) -> None:
-        instance.facts = facts
+        if facts != instance.facts:
+            self.fleet.describe(instance, facts)
+            self.candidates.reset()
         for holder in instance.holders:
             self.index.add_holder(holder, facts.capacity_blocks)
         self.sources.described(instance)
 
     def _probed(self, instance: InstanceState, event: InstanceProbed) -> None:
         limits = self.limits
-        instance.probed(event.is_healthy, event.is_gone, limits.up_after, limits.down_after)
+        if instance.probed(event.is_healthy, event.is_gone, limits.up_after, limits.down_after):
+            self.candidates.reset()
         if event.is_gone:
             self._forget_unconfirmable(instance)
 
@@ -452,11 +460,16 @@ class RouterCore:
             if holder.instance_id == instance.spec.id:
                 self.index.remove_holder(holder)
         self.fleet.remove(instance.spec.id)
+        self.candidates.reset()
 
     def _get_instance(self, instance_id: InstanceId) -> InstanceState:
         instance = self.fleet.find(instance_id)
         assert instance is not None, instance_id
         return instance
+
+
+def _earliest(*times: float | None) -> float | None:
+    return min((time for time in times if time is not None), default=None)
 
 
 def _common_blocks(chain: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:

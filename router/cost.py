@@ -20,6 +20,7 @@ Rates start from a prior, are learned from observed first-byte times, and are bo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PREFILL_TOKENS_PER_MS_PRIOR = 8.0
 """Mid-size model on one current GPU; only the start value of what is learned."""
@@ -67,31 +68,48 @@ class CostWeights:
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
 
 
-def placement_terms_ms(
-    *,
-    weights: CostWeights,
-    tokens_per_ms: float,
-    queued_prefill_tokens: int,
-    active_requests: float,
-    recent_sessions: float,
-    prompt_tokens: int,
-    overlap_tokens: float,
-    best_overlap_tokens: float,
-    history_tokens: int,
-    departures: int,
-) -> dict[str, float]:
-    """Return the terms of a placement's cost; their sum is the cost.
+class Pricing(NamedTuple):
+    """What it costs to place one request: the terms, from what is known of the holder.
 
-    `overlap_tokens` is the holder's, `best_overlap_tokens` the fleet's best; both already weighed
-    by trust. `history_tokens` and `departures`: see `lineage.Lineage`.
+    `best_overlap_tokens` is the fleet's best overlap, weighed by trust as every overlap here is.
+    `history_tokens` and `departures`: see `lineage.Lineage`.
     """
-    extra = max(best_overlap_tokens - overlap_tokens, 0.0)
-    lost_history = max(history_tokens - overlap_tokens, 0.0)
-    return {
-        "queue": queued_prefill_tokens / tokens_per_ms,
-        "active": active_requests * weights.active_request_ms,
-        "sessions": 0.0 if history_tokens else recent_sessions * weights.session_ms,
-        "prefill": max(prompt_tokens - overlap_tokens, 0.0) / tokens_per_ms,
-        "history": weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
-        "shared": -extra / tokens_per_ms * departures / (1 + departures),
-    }
+
+    weights: CostWeights
+    tokens_per_ms: float  # prefill rate of weight 1
+    prompt_tokens: int
+    best_overlap_tokens: float
+    history_tokens: int
+    departures: int
+
+    def terms_ms(
+        self,
+        weight: float,
+        queued_prefill_tokens: int,
+        active_requests: int,
+        recent_sessions: int,
+        overlap_tokens: float,
+    ) -> dict[str, float]:
+        """Return all terms for a holder with this load and overlap; their sum is the cost."""
+        prefill_ms, history_ms, shared_ms = self.prompt_terms_ms(weight, overlap_tokens)
+        session_ms = 0.0 if self.history_tokens else self.weights.session_ms
+        return {
+            "queue": queued_prefill_tokens / (self.tokens_per_ms * weight),
+            "active": active_requests / weight * self.weights.active_request_ms,
+            "sessions": recent_sessions / weight * session_ms,
+            "prefill": prefill_ms,
+            "history": history_ms,
+            "shared": shared_ms,
+        }
+
+    def prompt_terms_ms(self, weight: float, overlap_tokens: float) -> tuple[float, float, float]:
+        """Return what the prompt costs on a holder with this overlap: `prefill`, `history`, `shared`."""
+        tokens_per_ms = self.tokens_per_ms * weight
+        departures = self.departures
+        lost_history = max(self.history_tokens - overlap_tokens, 0.0)
+        extra = max(self.best_overlap_tokens - overlap_tokens, 0.0)
+        return (
+            max(self.prompt_tokens - overlap_tokens, 0.0) / tokens_per_ms,
+            self.weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
+            -extra / tokens_per_ms * departures / (1 + departures),
+        )

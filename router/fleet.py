@@ -10,7 +10,7 @@ What an instance holds or was given is not here: see `index.py` and `load.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from moongate.router.cost import PrefillRate
@@ -127,15 +127,21 @@ class Fleet:
         # unlucky observations would keep work, and so better observations, away from it.
         self._rate = PrefillRate(prior=prefill_tokens_per_ms)
         self._instances: dict[InstanceId, InstanceState] = {}
+        self._cards: dict[str, ModelCard] | None = None  # made when asked for
 
     def add(self, spec: InstanceSpec) -> InstanceState:
         assert spec.id not in self._instances, spec.id
         state = self._instances[spec.id] = InstanceState(spec)
         return state
 
-    def tokens_per_ms(self, instance: InstanceState) -> float:
-        """Return the instance's expected prefill speed."""
-        return self._rate.tokens_per_ms * instance.spec.weight
+    def describe(self, instance: InstanceState, facts: InstanceFacts) -> None:
+        instance.facts = facts
+        self._cards = None
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """Return the expected prefill speed of an instance of weight 1."""
+        return self._rate.tokens_per_ms
 
     def observe_prefill(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
         """Learn from a prefill that had the instance's prefill to itself."""
@@ -146,6 +152,7 @@ class Fleet:
 
     def remove(self, instance_id: InstanceId) -> None:
         del self._instances[instance_id]
+        self._cards = None
 
     def __iter__(self) -> Iterator[InstanceState]:
         return iter(self._instances.values())
@@ -170,10 +177,11 @@ class Fleet:
         ]
         return [i for i in healthy if not i.is_suspended(now)] or healthy
 
-    def model_cards(self) -> dict[str, ModelCard]:
+    def model_cards(self) -> Mapping[str, ModelCard]:
         """Return every model that some instance serves, by name."""
-        cards: dict[str, ModelCard] = {}
-        for instance in self._instances.values():
-            for card in instance.facts.models if instance.facts is not None else ():
-                cards.setdefault(card.name, card)
-        return cards
+        if self._cards is None:
+            self._cards = {}
+            for instance in self._instances.values():
+                for card in instance.facts.models if instance.facts is not None else ():
+                    self._cards.setdefault(card.name, card)
+        return self._cards

@@ -2,8 +2,9 @@
 
 A *view* rebuilt from events and from our own forwards, never the truth. Confirmed (an engine said
 so) and predicted (we forwarded a prompt that will fill it) are kept apart. Holders are small
-integers and a block's holders a bit mask per tier, so that the overlap of a prompt with the whole
-fleet is one walk over its blocks.
+integers and a block's holders a bit mask per tier, so that one look-up tells them all, and the
+overlap of a prompt with the whole fleet is found by bisection. A block with one holder costs a table
+entry and its name, since holders' own masks are shared.
 
 Not here: what an engine calls its blocks (`ledger.py`), in which order events come (`feed.py`),
 what an overlap is worth (`cost.py`).
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from moongate.router.model import BlockHash, Holder, Tier
 
@@ -28,9 +29,24 @@ made anew: a prefix that is predicted with each turn leaves an entry each time."
 PREDICTIONS_MAX = 65_536
 """Predicted blocks of a holder whose capacity isn't known: a million tokens at block size 16."""
 
+NEAR_BLOCKS = 4
+"""Blocks before the end of an overlap that are looked up one by one."""
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+
+K = TypeVar("K")
+
+
+def take_one(counts: Counter[K], key: K) -> bool:
+    """Count one less of a key, and return True; False if there is none."""
+    if key not in counts:
+        return False
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+    return True
+
+
+class Overlap(NamedTuple):
     """Leading blocks that a holder has without a hole. `blocks` counts predictions as well."""
 
     confirmed_blocks: int
@@ -41,7 +57,7 @@ class OwnershipIndex:
     """Which holder has which block, on which tier.
 
     `blocks_max` bounds the entries (block, holder, tier) that events may make; past it `store`
-    refuses, and the source is no longer exact. A holder's predicted blocks are bounded by its
+    refuses them, and the source is no longer exact. A holder's predicted blocks are bounded by its
     capacity; past it the oldest go, which is also how an engine's own LRU would go about it.
     """
 
@@ -49,14 +65,19 @@ class OwnershipIndex:
         self._blocks_max = blocks_max
         self._capacities: dict[Holder, int] = {}
         self._numbers: dict[Holder, int] = {}
+        self._by_number: dict[int, Holder] = {}
+        self._bits: dict[Holder, int] = {}  # 1 << number: one object for all blocks of its own
         self._free_numbers: list[int] = []
         self._masks: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in Tier}
+        # What counts for an overlap: the engine brings copies on its host and disk back itself.
+        self._reusable = [self._masks[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
         self._counts: dict[Holder, dict[Tier, int]] = {}
         self._total = 0
         self._repeats: Counter[tuple[Holder, Tier, BlockHash]] = Counter()
         self._predicted_masks: dict[BlockHash, int] = {}
         self._predicted: dict[Holder, dict[BlockHash, float]] = {}  # block -> expires_at
-        self._expiries: list[tuple[float, int, Holder, tuple[BlockHash, ...]]] = []
+        self._predicted_total = 0
+        self._expiries: list[tuple[float, int, Holder, Sequence[BlockHash]]] = []
         self._expiry_order = 0
         self._scheduled = 0  # blocks in all of `_expiries`
 
@@ -77,6 +98,8 @@ class OwnershipIndex:
             return
         number = self._free_numbers.pop() if self._free_numbers else len(self._numbers)
         self._numbers[holder] = number
+        self._by_number[number] = holder
+        self._bits[holder] = 1 << number
         self._counts[holder] = dict.fromkeys(Tier, 0)
         self._predicted[holder] = {}
 
@@ -85,49 +108,63 @@ class OwnershipIndex:
         assert not any(self._counts[holder].values()), (holder, self._counts[holder])
         self.forget_predictions(holder)
         del self._counts[holder], self._predicted[holder], self._capacities[holder]
-        self._free_numbers.append(self._numbers.pop(holder))
+        number = self._numbers.pop(holder)
+        del self._by_number[number], self._bits[holder]
+        self._free_numbers.append(number)
+
+    def mask(self, holders: Iterable[Holder]) -> int:
+        """Return a set of holders as `find_overlaps` takes it; those not known are left out.
+
+        It stands for them until one of them is removed.
+        """
+        return sum(self._bits[holder] for holder in set(holders) if holder in self._bits)
 
     # --- confirmed --------------------------------------------------------------------------------
 
-    def store(self, holder: Holder, tier: Tier, block: BlockHash) -> bool:
-        """Note a confirmed copy. Return False when the index is full and it was not noted.
+    def store(self, holder: Holder, tier: Tier, blocks: Sequence[BlockHash]) -> int:
+        """Note confirmed copies. Return how many, from the first on, were noted before it was full.
 
         A holder's block may be announced under two names or by two sources; it is then held until
         each has been removed.
         """
-        masks = self._masks[tier]
-        bit = 1 << self._numbers[holder]
-        mask = masks.get(block, 0)
-        if self._total >= self._blocks_max:
-            return False
-        self._total += 1
-        if mask & bit:
-            self._repeats[holder, tier, block] += 1
-        else:
-            masks[block] = mask | bit
-            self._counts[holder][tier] += 1
-        if tier is Tier.DEVICE and block in self._predicted[holder]:
-            self._drop_prediction(holder, block)
-        return True
+        room = self._blocks_max - self._total
+        if len(blocks) > room:
+            blocks = blocks[:room]
+        masks, bit = self._masks[tier], self._bits[holder]
+        repeats = 0
+        for block in blocks:
+            mask = masks.get(block)
+            if mask is None:
+                masks[block] = bit
+            elif mask & bit:
+                self._repeats[holder, tier, block] += 1
+                repeats += 1
+            else:
+                masks[block] = mask | bit
+        self._total += len(blocks)
+        self._counts[holder][tier] += len(blocks) - repeats
+        if tier is Tier.DEVICE:
+            self._confirm(holder, blocks)
+        return len(blocks)
 
-    def remove(self, holder: Holder, tier: Tier, block: BlockHash) -> None:
-        """Note that a confirmed copy is gone. One that isn't known is no error."""
-        masks = self._masks[tier]
-        bit = 1 << self._numbers[holder]
-        mask = masks.get(block, 0)
-        if not mask & bit:
-            return
-        self._total -= 1
-        if self._repeats and (holder, tier, block) in self._repeats:
-            self._repeats[holder, tier, block] -= 1
-            if not self._repeats[holder, tier, block]:
-                del self._repeats[holder, tier, block]
-            return
-        if mask == bit:
-            del masks[block]
-        else:
-            masks[block] = mask & ~bit
-        self._counts[holder][tier] -= 1
+    def remove(self, holder: Holder, tier: Tier, blocks: Sequence[BlockHash]) -> None:
+        """Note that confirmed copies are gone. One that isn't known is no error."""
+        masks, bit = self._masks[tier], self._bits[holder]
+        gone = repeats = 0
+        for block in blocks:
+            mask = masks.get(block, 0)
+            if not mask & bit:
+                continue
+            if self._repeats and take_one(self._repeats, (holder, tier, block)):
+                repeats += 1
+                continue
+            gone += 1
+            if mask == bit:
+                del masks[block]
+            else:
+                masks[block] = mask ^ bit
+        self._total -= gone + repeats
+        self._counts[holder][tier] -= gone
 
     def count(self, holder: Holder, tier: Tier) -> int:
         """Return the blocks that the holder has confirmed on this tier."""
@@ -146,25 +183,38 @@ class OwnershipIndex:
         The blocks come in chain order and are remembered tail first, so that what is dropped for
         want of room are tails: a prefix without its end is still of use, an end alone is not.
         """
-        held = self._masks[Tier.DEVICE]
-        bit = 1 << self._numbers[holder]
-        predicted = self._predicted[holder]
-        fresh = tuple(block for block in reversed(blocks) if not held.get(block, 0) & bit)
+        held, bit = self._masks[Tier.DEVICE], self._bits[holder]
+        fresh = [block for block in reversed(blocks) if not held.get(block, 0) & bit]
+        if not fresh:
+            return
+        predicted, masks = self._predicted[holder], self._predicted_masks
+        count_before = len(predicted)
+        if not predicted.keys().isdisjoint(fresh):
+            for block in fresh:
+                predicted.pop(block, None)  # so that it moves to the young end
+        predicted.update(dict.fromkeys(fresh, expires_at))
         for block in fresh:
-            predicted.pop(block, None)  # moves it to the young end
-            predicted[block] = expires_at
-            self._predicted_masks[block] = self._predicted_masks.get(block, 0) | bit
+            masks[block] = masks.get(block, 0) | bit
+        self._predicted_total += len(predicted) - count_before
         while len(predicted) > self._capacities[holder]:
             self._drop_prediction(holder, next(iter(predicted)))
-        if fresh:
-            self._schedule_expiry(expires_at, holder, fresh)
+        self._schedule_expiry(expires_at, holder, fresh)
+
+    def _confirm(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
+        predicted = self._predicted[holder]
+        if predicted:
+            for block in blocks:
+                if block in predicted:
+                    self._drop_prediction(holder, block)
 
     def shorten_predictions(
         self, holder: Holder, blocks: Sequence[BlockHash], expires_at: float
     ) -> None:
         """Let these predictions end at `expires_at` where they would live longer."""
         predicted = self._predicted[holder]
-        affected = tuple(block for block in blocks if predicted.get(block, 0.0) > expires_at)
+        if not predicted:
+            return
+        affected = [block for block in blocks if predicted.get(block, 0.0) > expires_at]
         for block in affected:
             predicted[block] = expires_at
         if affected:
@@ -194,12 +244,12 @@ class OwnershipIndex:
         return len(self._predicted[holder])
 
     def _schedule_expiry(
-        self, expires_at: float, holder: Holder, blocks: tuple[BlockHash, ...]
+        self, expires_at: float, holder: Holder, blocks: Sequence[BlockHash]
     ) -> None:
         self._expiry_order += 1  # makes entries of one instant comparable
         heapq.heappush(self._expiries, (expires_at, self._expiry_order, holder, blocks))
         self._scheduled += len(blocks)
-        if self._scheduled > STALE_EXPIRIES_MAX + 2 * sum(map(len, self._predicted.values())):
+        if self._scheduled > STALE_EXPIRIES_MAX + 2 * self._predicted_total:
             self._reschedule_all()
 
     def _reschedule_all(self) -> None:
@@ -217,7 +267,8 @@ class OwnershipIndex:
 
     def _drop_prediction(self, holder: Holder, block: BlockHash) -> None:
         del self._predicted[holder][block]
-        mask = self._predicted_masks[block] & ~(1 << self._numbers[holder])
+        self._predicted_total -= 1
+        mask = self._predicted_masks[block] ^ self._bits[holder]
         if mask:
             self._predicted_masks[block] = mask
         else:
@@ -226,52 +277,113 @@ class OwnershipIndex:
     # --- query ------------------------------------------------------------------------------------
 
     def find_overlaps(
-        self, chain: Sequence[BlockHash], usable_blocks: int, holders: Iterable[Holder]
+        self, chain: Sequence[BlockHash], usable_blocks: int, among: int, likely_blocks: int = 0
     ) -> dict[Holder, Overlap]:
-        """Return how many leading blocks of `chain` each of `holders` has without a hole.
+        """Return how many leading blocks of `chain` each holder of the mask `among` has.
 
         At most `usable_blocks`; a holder that has none is absent, not zero. Host and disk copies
         count with device ones: the engine brings them back itself.
-        Cost: O(usable_blocks), and it stops at the first block that no holder has.
-        Source: the longest-consecutive-prefix rule of vLLM's `find_longest_cache_hit`.
+        A prefix is taken to be held without holes, since engines evict tails first (vLLM frees a
+        request's blocks in reverse order): where a holder's overlap ends is found by bisection, and
+        then confirmed on the blocks just before. A hole further inside (after events were lost, or
+        with an engine that evicts in another order) makes an overlap too long, never too short: one
+        cost is misjudged, and the engine computes what it lacks as always.
+        Cost: O(different overlaps x log(usable_blocks)), however many holders share one; O(1) for one
+        of `likely_blocks`, the length of a turn that is continued.
+        Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py`, `find_longest_cache_hit` and
+        `free`; docs/decisions/0006.
         """
-        numbers = {self._numbers[h]: h for h in holders if h in self._numbers}
-        everyone = sum(1 << number for number in numbers)
-        walk = chain[:usable_blocks]
-        tiers = [self._masks[t] for t in (Tier.DEVICE, Tier.HOST, Tier.DISK) if self._masks[t]]
-        confirmed = _leading_blocks(walk, tiers, everyone)
-        both = confirmed
-        if self._predicted_masks:
-            both = _leading_blocks(walk, [*tiers, self._predicted_masks], everyone)
-        return {
-            numbers[number]: Overlap(confirmed.get(number, 0), blocks)
-            for number, blocks in both.items()
-            if blocks
+        end = min(usable_blocks, len(chain))
+        if not end:
+            return {}
+        tiers = [masks for masks in self._reusable if masks]
+        have = _look_up(chain, tiers)
+        confirmed = _leading_blocks(have, 0, end, among & have(0), likely_blocks)
+        overlaps = {
+            holder: Overlap(blocks, blocks)
+            for mask, blocks in confirmed
+            for holder in self._holders(mask)
         }
+        if self._predicted_masks:
+            self._add_predicted(overlaps, chain, end, among, confirmed)
+        return overlaps
+
+    def _add_predicted(
+        self,
+        overlaps: dict[Holder, Overlap],
+        chain: Sequence[BlockHash],
+        end: int,
+        among: int,
+        confirmed: Sequence[tuple[int, int]],
+    ) -> None:
+        """Let predictions go on where confirmed prefixes end: at 0 for holders that have none."""
+        predicted = self._predicted_masks
+        having = sum(mask for mask, _ in confirmed)
+        for mask, start in (*confirmed, (among & ~having, 0)):
+            going_on = mask & predicted.get(chain[start], 0) if start < end else 0
+            if going_on:
+                have = _look_up(chain, [*self._reusable, predicted])
+                for longer, blocks in _leading_blocks(have, start, end, going_on):
+                    for holder in self._holders(longer):
+                        overlaps[holder] = Overlap(start, blocks)
+
+    def _holders(self, mask: int) -> Iterator[Holder]:
+        while mask:
+            lowest = mask & -mask
+            yield self._by_number[lowest.bit_length() - 1]
+            mask ^= lowest
+
+
+def _look_up(
+    chain: Sequence[BlockHash], tiers: Sequence[dict[BlockHash, int]]
+) -> Callable[[int], int]:
+    """Return a function that tells who has the block at a position, on any of the tiers."""
+    if len(tiers) == 1:  # as mostly
+        get = tiers[0].get
+        return lambda position: get(chain[position], 0)
+
+    def have(position: int) -> int:
+        block, mask = chain[position], 0
+        for masks in tiers:
+            mask |= masks.get(block, 0)
+        return mask
+
+    return have
 
 
 def _leading_blocks(
-    chain: Sequence[BlockHash], tiers: Sequence[dict[BlockHash, int]], everyone: int
-) -> dict[int, int]:
-    """Return, for each holder number in the mask `everyone`, its leading blocks of `chain`."""
-    leading: dict[int, int] = {}
-    alive = everyone
-    for position, block in enumerate(chain):
-        have = 0
-        for masks in tiers:
-            have |= masks.get(block, 0)
-        out = alive & ~have
-        if out:
-            _note(leading, out, position)
-            alive &= have
-            if not alive:
-                return leading
-    _note(leading, alive, len(chain))
-    return leading
+    have: Callable[[int], int], start: int, end: int, mask: int, likely: int = 0
+) -> list[tuple[int, int]]:
+    """Return where the prefixes end of the holders in `mask`, who have the block at `start`.
 
-
-def _note(leading: dict[int, int], mask: int, position: int) -> None:
-    while mask:
-        lowest = mask & -mask
-        leading[lowest.bit_length() - 1] = position
-        mask ^= lowest
+    Each entry is a mask of those that have the same number of leading blocks, and that number.
+    """
+    found: list[tuple[int, int]] = []
+    # All of a span's mask have the block at `low`; none has that at `high`, or the chain ends there.
+    spans = [(start, end, mask)] if mask else []
+    while spans:
+        low, high, mask = spans.pop()
+        while high - low > 1:
+            if low < likely < high:
+                middle = likely
+            elif high == likely:
+                middle = high - 1
+            else:
+                middle = (low + high) // 2
+            held = mask & have(middle)
+            if held == mask:
+                low = middle
+                continue
+            if held:
+                spans.append((middle, high, held))
+                mask ^= held
+            high = middle
+        # A hole just before the end is noticed; `low` was looked at.
+        for position in range(max(high - NEAR_BLOCKS, start + 1), low):
+            missing = mask & ~have(position)
+            if missing:
+                spans.append((start, position, missing))
+                mask ^= missing
+        if mask:
+            found.append((mask, high))
+    return found

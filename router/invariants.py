@@ -18,6 +18,7 @@ def check(core: RouterCore) -> None:
     _check_load_equals_reservations(core)
     _check_requests(core)
     _check_index_equals_ledgers(core)
+    _check_candidates_are_current(core)
 
 
 def _check_holders_are_known(core: RouterCore) -> None:
@@ -45,6 +46,12 @@ def _check_requests(core: RouterCore) -> None:
         assert tracked.holder is not None
         assert 1 <= tracked.attempt <= core.limits.attempts_max, tracked
         assert len(set(tracked.tried)) == len(tracked.tried), tracked.tried
+    predicting = {
+        (tracked.holder, request_id)
+        for request_id, tracked in core.requests.items()
+        if tracked.predicted
+    }
+    assert predicting == {(h, i) for h, ids in core.predicting.items() for i in ids}, predicting
 
 
 def _check_index_equals_ledgers(core: RouterCore) -> None:
@@ -59,3 +66,7 @@ def _check_index_equals_ledgers(core: RouterCore) -> None:
         for tier in Tier:
             assert core.index.count(holder, tier) == counts[holder, tier], (holder, tier)
     assert core.index.total == blocks.total() <= core.limits.index_blocks_max
+
+
+def _check_candidates_are_current(core: RouterCore) -> None:
+    assert core.candidates.outdated() == []

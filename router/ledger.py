@@ -5,24 +5,22 @@ An engine may hold several physical copies of one block and announces each as st
 of a block follows from its parent's, its tokens and its extra keys; a block whose parent was never
 announced can't be named and is an orphan.
 
+A name costs an entry in one table; further copies, which are few, are counted beside it.
+
 Invariant: the index holds, for this holder, exactly the blocks whose copies are counted here.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moongate.router.blocks import TOKEN_BYTES, extend_chain, root_hash
 from moongate.router.events import BlocksRemoved, BlocksStored
-from moongate.router.index import OwnershipIndex
+from moongate.router.index import OwnershipIndex, take_one
 from moongate.router.model import BlockHash, BlockSpace, EngineHash, Holder, Tier
-
-
-@dataclass(slots=True)
-class _Copies:
-    block: BlockHash
-    count: int = 1
 
 
 @dataclass(slots=True)
@@ -53,7 +51,10 @@ class Ledger:
     index: OwnershipIndex
     counts: LedgerCounts = field(default_factory=LedgerCounts)
     block_size_tokens: int | None = None  # as the events say
-    _names: dict[tuple[Tier, EngineHash], _Copies] = field(default_factory=dict)
+    _names: dict[Tier, dict[EngineHash, BlockHash]] = field(
+        default_factory=lambda: {tier: {} for tier in Tier}
+    )
+    _copies: Counter[tuple[Tier, EngineHash]] = field(default_factory=Counter)  # beside the first
     _group: int | None = None  # the KV group whose blocks decide reuse
 
     def store(self, event: BlocksStored) -> Stored | None:
@@ -72,53 +73,54 @@ class Ledger:
         self.block_size_tokens = event.block_size_tokens
         blocks = extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
         self.counts.stored_blocks += count
-        refused_before = self.counts.refused_blocks
-        for engine_hash, block in zip(event.engine_hashes, blocks, strict=True):
-            self._add_copy(event.tier, engine_hash, block)
-        return Stored(parent, blocks) if self.counts.refused_blocks == refused_before else None
+        is_whole = self._note(event.tier, event.engine_hashes, blocks)
+        return Stored(parent, blocks) if is_whole else None
 
     def remove(self, event: BlocksRemoved) -> None:
         """Note that one copy of each block is gone. Names that aren't known are no error."""
         if self._group is not None and event.group != self._group:
             return
+        names, gone = self._names[event.tier], []
         for engine_hash in event.engine_hashes:
-            name = (event.tier, engine_hash)
-            copies = self._names.get(name)
-            if copies is None:
+            if self._copies and take_one(self._copies, (event.tier, engine_hash)):
+                self.counts.removed_blocks += 1
                 continue
-            self.counts.removed_blocks += 1
-            copies.count -= 1
-            if copies.count == 0:
-                del self._names[name]
-                self.index.remove(self.holder, event.tier, copies.block)
+            block = names.pop(engine_hash, None)
+            if block is not None:
+                gone.append(block)
+        self.counts.removed_blocks += len(gone)
+        self.index.remove(self.holder, event.tier, gone)
 
     def clear(self, tier: Tier | None = None) -> None:
         """Forget what this source announced, on one tier or (None) altogether."""
-        gone = [name for name in self._names if tier is None or name[0] is tier]
-        for name in gone:
-            self.index.remove(self.holder, name[0], self._names.pop(name).block)
+        for cleared in Tier if tier is None else (tier,):
+            self.index.remove(self.holder, cleared, list(self._names[cleared].values()))
+            self._names[cleared].clear()
+            for name in [name for name in self._copies if name[0] is cleared]:
+                del self._copies[name]
         if tier is None:
             # Whatever comes next may be another engine.
             self._group = self.block_size_tokens = None
 
     def move(self, holder: Holder) -> None:
         """Attribute all that was announced to another holder, known to the index."""
-        for tier, block in self.held():
-            self.index.remove(self.holder, tier, block)
-            self.index.store(holder, tier, block)
+        for tier, names in self._names.items():
+            blocks = list(names.values())
+            self.index.remove(self.holder, tier, blocks)
+            self.index.store(holder, tier, blocks)
         self.holder = holder
 
     @property
     def is_empty(self) -> bool:
-        return not self._names
+        return not any(self._names.values())
 
     def held(self) -> Iterator[tuple[Tier, BlockHash]]:
         """Iterate over all that the holder has, as the index knows it."""
-        return ((tier, copies.block) for (tier, _), copies in self._names.items())
+        return ((tier, block) for tier, names in self._names.items() for block in names.values())
 
     def engine_hashes(self, tier: Tier) -> set[EngineHash]:
         """Return the engine's names of all blocks on this tier (for comparison with the engine)."""
-        return {engine_hash for named_tier, engine_hash in self._names if named_tier is tier}
+        return set(self._names[tier])
 
     def _decides_reuse(self, event: BlocksStored) -> bool:
         """Tell whether the event is of the group that decides how long a prefix can be reused.
@@ -137,25 +139,35 @@ class Ledger:
         if event.parent is None:
             return root_hash(BlockSpace(event.block_size_tokens, event.lora_name))
         for tier in (event.tier, *Tier):
-            copies = self._names.get((tier, event.parent))
-            if copies is not None:
-                return copies.block
+            block = self._names[tier].get(event.parent)
+            if block is not None:
+                return block
         return None
 
-    def _add_copy(self, tier: Tier, engine_hash: EngineHash, block: BlockHash) -> None:
-        name = (tier, engine_hash)
-        copies = self._names.get(name)
-        if copies is not None and copies.block == block:
-            copies.count += 1
-            return
-        if copies is not None:
-            # One engine name, two contents: a hash collision of 64-bit names, or a lost removal.
-            self.index.remove(self.holder, tier, copies.block)
-            del self._names[name]
-        if self.index.store(self.holder, tier, block):
-            self._names[name] = _Copies(block)
-        else:
-            self.counts.refused_blocks += 1
+    def _note(
+        self, tier: Tier, engine_hashes: Sequence[EngineHash], blocks: Sequence[BlockHash]
+    ) -> bool:
+        """Note copies of blocks by the engine's names. False: the index was full before the end."""
+        names = self._names[tier]
+        fresh: dict[EngineHash, BlockHash] = {}
+        for engine_hash, block in zip(engine_hashes, blocks, strict=True):
+            known = names.get(engine_hash)
+            if known is None:
+                fresh[engine_hash] = block
+            elif known == block:
+                self._copies[tier, engine_hash] += 1
+            else:
+                # One engine name, two contents: a hash collision of 64-bit names, or a lost removal.
+                self._forget(tier, engine_hash)
+                fresh[engine_hash] = block
+        noted = self.index.store(self.holder, tier, list(fresh.values()))
+        self.counts.refused_blocks += len(fresh) - noted
+        names.update(itertools.islice(fresh.items(), noted))
+        return noted == len(fresh)
+
+    def _forget(self, tier: Tier, engine_hash: EngineHash) -> None:
+        self.index.remove(self.holder, tier, (self._names[tier].pop(engine_hash),))
+        self._copies.pop((tier, engine_hash), None)
 
 
 def _is_well_formed(event: BlocksStored) -> bool:

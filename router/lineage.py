@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moongate.router.model import BlockHash, Holder
 
@@ -20,8 +20,7 @@ SESSIONS_REMEMBERED = 64
 """Beginnings of sessions that count as recent; older sessions may have ended long ago."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lineage:
+class Lineage(NamedTuple):
     """Where a request departs from what is known.
 
     `history_blocks`: leading blocks up to the tail of the turn it continues, 0 for a new session.
@@ -40,18 +39,20 @@ class RecentSessions:
         self._holders: deque[Holder] = deque()
         self._counts: Counter[Holder] = Counter()
 
-    def note(self, holder: Holder) -> None:
-        """Note that a session began on this holder."""
+    def note(self, holder: Holder) -> tuple[Holder, ...]:
+        """Note that a session began on this holder. Return those whose count has changed."""
         self._holders.append(holder)
         self._counts[holder] += 1
-        if len(self._holders) > SESSIONS_REMEMBERED:
-            oldest = self._holders.popleft()
-            self._counts[oldest] -= 1
-            if not self._counts[oldest]:
-                del self._counts[oldest]
+        if len(self._holders) <= SESSIONS_REMEMBERED:
+            return (holder,)
+        oldest = self._holders.popleft()
+        self._counts[oldest] -= 1
+        if not self._counts[oldest]:
+            del self._counts[oldest]
+        return holder, oldest
 
     def count(self, holder: Holder) -> int:
-        return self._counts[holder]
+        return self._counts.get(holder, 0)
 
 
 class Lineages:
@@ -62,17 +63,23 @@ class Lineages:
         self._tails: OrderedDict[BlockHash, None] = OrderedDict()
         self._departures: OrderedDict[BlockHash, int] = OrderedDict()
 
-    def find(self, chain: Sequence[BlockHash], shared_blocks: int) -> Lineage:
-        """Return where a prompt departs; `shared_blocks` is the longest overlap in the fleet.
+    def find_history(self, chain: Sequence[BlockHash]) -> int:
+        """Return the leading blocks up to the tail of the turn that a prompt continues, or 0.
 
-        Cost: O(blocks since the last turn) for a continuation, O(blocks) for a new session.
+        Cost: O(blocks since that turn) for a continuation, O(blocks) for a new session.
         """
+        tails = self._tails
         for position in range(len(chain) - 1, -1, -1):
-            if chain[position] in self._tails:
-                return Lineage(position + 1, self._departures.get(chain[position], 0))
-        if shared_blocks:
-            return Lineage(0, self._departures.get(chain[shared_blocks - 1], 0))
-        return Lineage()
+            if chain[position] in tails:
+                return position + 1
+        return 0
+
+    def depart(
+        self, chain: Sequence[BlockHash], history_blocks: int, shared_blocks: int
+    ) -> Lineage:
+        """Return where a prompt departs: after its history, else after the fleet's longest overlap."""
+        depth = history_blocks or shared_blocks
+        return Lineage(history_blocks, self._departures.get(chain[depth - 1], 0) if depth else 0)
 
     def note(self, chain: Sequence[BlockHash], lineage: Lineage, shared_blocks: int) -> None:
         """Remember a prompt that was forwarded: its departure (as found), and its tail."""

@@ -123,35 +123,38 @@ class InstanceFacts:
     ranks: tuple[int, ...] = ()  # global data-parallel ranks; empty: one cache, no rank header
 
 
+class KnownPart(NamedTuple):
+    """What a prompt is known by: the hashes of its leading blocks in one space, or of its text."""
+
+    chain: Sequence[BlockHash]
+    block_tokens: int  # that a block stands for
+    usable_blocks: int  # that can be reused: the engine always computes the last token itself
+    is_text: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What is known of a request's prompt: its length, and the hashes of its full blocks.
 
-    `chains` holds one chain for each block space found in the fleet for the request's model. An
-    inexact prompt has only the chain in `TEXT_SPACE`, and `token_count` is an estimate. An exact one
-    may have that chain as well: then a later turn that can't be tokenised still finds its way.
+    An exact prompt has one chain for each block space found in the fleet for the request's model.
+    An inexact one has either such chains of just a leading part of it, the part that was known
+    already, or nothing but the chain of its text in `TEXT_SPACE`; `token_count` is an estimate of
+    the whole.
     """
 
     token_count: int
     chains: Mapping[BlockSpace, Sequence[BlockHash]]
     is_exact: bool = True
 
-    def chain(self, space: BlockSpace) -> Sequence[BlockHash]:
-        return self.chains.get(space if self.is_exact else TEXT_SPACE, ())
-
-    def block_tokens(self, space: BlockSpace) -> int:
-        """Return the tokens that a block of this prompt stands for."""
-        return space.block_size_tokens if self.is_exact else TEXT_CHUNK_BYTES // BYTES_PER_TOKEN
-
-    def usable_blocks(self, space: BlockSpace) -> int:
-        """Return the blocks that can be reused: the engine always computes the last token itself.
-
-        Source: vLLM 0.32 `KVCacheManager.get_computed_blocks` (hit length <= tokens - 1).
-        """
-        block_tokens = self.block_tokens(space)
-        if block_tokens == 0:
-            return 0
-        return min(len(self.chain(space)), max(self.token_count - 1, 0) // block_tokens)
+    def known_in(self, space: BlockSpace) -> KnownPart:
+        """Return what is known of the prompt where blocks are of this space."""
+        chain = self.chains.get(space)
+        if chain is None:
+            space, chain = TEXT_SPACE, self.chains.get(TEXT_SPACE, ())
+        block_tokens = space.block_size_tokens or TEXT_CHUNK_BYTES // BYTES_PER_TOKEN
+        # Source: vLLM 0.32 `KVCacheManager.get_computed_blocks` (hit length <= tokens - 1).
+        usable_blocks = min(len(chain), max(self.token_count - 1, 0) // block_tokens)
+        return KnownPart(chain, block_tokens, usable_blocks, is_text=space == TEXT_SPACE)
 
 
 @dataclass(frozen=True, slots=True)

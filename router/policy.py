@@ -10,55 +10,62 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import heapq
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, assert_never, runtime_checkable
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
-from moongate.router.cost import CostWeights, placement_terms_ms
+from moongate.router.cost import CostWeights, Pricing
 from moongate.router.model import Holder, Reason, Request, Role, Trust
 
 RandomBelow = Callable[[int], int]
 """Return an integer in [0, n): the only chance that a policy has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A holder that could take the request now: healthy, not draining, with its model."""
 
     holder: Holder
     role: Role
-    weight: float
+    weight: float  # relative speed
     trust: Trust
     active_requests: int
     queued_prefill_tokens: int
-    tokens_per_ms: float  # prefill rate
     last_chosen: int  # counts the fleet's forwards; 0: never chosen
+    recent_sessions: int = 0  # of the fleet's last sessions, those that began here
     overlap_tokens: int = 0  # confirmed and predicted
     confirmed_tokens: int = 0  # of these, said by the engine itself
-    recent_sessions: int = 0  # of the fleet's last sessions, those that began here
+
+    def having(self, overlap_tokens: int, confirmed_tokens: int) -> Candidate:
+        """Return the candidate with this overlap."""
+        return Candidate(*self[:-2], overlap_tokens, confirmed_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What is known of the request beside its candidates."""
+class Situation(NamedTuple):
+    """What is known of the request beside its candidates, and what is asked for."""
 
     request: Request
     prompt_tokens: int  # 0: not known
     history_tokens: int  # of the session's earlier turns, 0 for a new session
     departures: int  # earlier requests that went on from the same point
+    tokens_per_ms: float  # the fleet's prefill rate, of weight 1
+    places: int  # how many have to be ranked at least, if there are so many
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+NO_TERMS: Mapping[str, float] = {}
+
+
+class Ranked(NamedTuple):
     """A candidate's place in a ranking, and why it would be chosen."""
 
     candidate: Candidate
     reason: Reason
     cost_ms: float | None = None
-    terms_ms: Mapping[str, float] = field(default_factory=dict)
+    terms_ms: Mapping[str, float] = NO_TERMS
 
 
 @runtime_checkable
@@ -74,7 +81,11 @@ class Policy(Protocol):
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        """Return all candidates, best first. There is at least one."""
+        """Return candidates, best first: at least `situation.places` of them, or all.
+
+        There is at least one, and they come in the order of their names. Who is left out can't be
+        chosen, and isn't shown in the receipt.
+        """
         ...
 
 
@@ -95,7 +106,8 @@ class RoundRobin:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        return [Ranked(c, Reason.LOAD) for c in sorted(candidates, key=_waited_longest)]
+        first = heapq.nsmallest(situation.places, candidates, key=_waited_longest)
+        return [Ranked(c, Reason.LOAD) for c in first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +121,9 @@ class Random:
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
         rest = list(candidates)
-        shuffled = [rest.pop(random_below(len(rest))) for _ in range(len(candidates))]
-        return [Ranked(c, Reason.LOAD) for c in shuffled]
+        places = min(situation.places, len(rest))
+        drawn = [rest.pop(random_below(len(rest))) for _ in range(places)]
+        return [Ranked(c, Reason.LOAD) for c in drawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +136,8 @@ class LeastLoaded:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        return [Ranked(c, Reason.LOAD) for c in sorted(candidates, key=_by_load)]
+        first = heapq.nsmallest(situation.places, candidates, key=_by_load)
+        return [Ranked(c, Reason.LOAD) for c in first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +152,8 @@ class PowerOfTwo:
     ) -> list[Ranked]:
         rest = list(candidates)
         picked = [rest.pop(random_below(len(rest))) for _ in range(min(2, len(rest)))]
-        order = sorted(picked, key=_by_load) + sorted(rest, key=_by_load)
-        return [Ranked(c, Reason.LOAD) for c in order]
+        others = heapq.nsmallest(situation.places - len(picked), rest, key=_by_load)
+        return [Ranked(c, Reason.LOAD) for c in (*sorted(picked, key=_by_load), *others)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +171,9 @@ class SessionHash:
     ) -> list[Ranked]:
         key = situation.request.session_key
         if key is None:
-            return [Ranked(c, Reason.LOAD) for c in sorted(candidates, key=_by_load)]
-        return [Ranked(c, Reason.SESSION) for c in by_session(key, candidates)]
+            return LeastLoaded().rank(situation, candidates, random_below)
+        first = heapq.nsmallest(situation.places, candidates, key=_by_session(key))
+        return [Ranked(c, Reason.SESSION) for c in first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,43 +194,28 @@ class KvCost:
     ) -> list[Ranked]:
         if situation.prompt_tokens == 0:
             return SessionHash().rank(situation, candidates, random_below)
-        worth = {c.holder: c.overlap_tokens * self._trust_weight(c.trust) for c in candidates}
-        best = max(worth.values())
-        ranked = [self._price(situation, c, worth[c.holder], best) for c in candidates]
-        if situation.request.tie_key is not None:
-            preferred = by_session(situation.request.tie_key, candidates)
-            return sorted(ranked, key=lambda r: (r.cost_ms, preferred.index(r.candidate)))
-        # Equal costs go to whoever waited longest, so that an idle fleet fills evenly.
-        return sorted(ranked, key=lambda r: (r.cost_ms, _waited_longest(r.candidate)))
-
-    def _price(
-        self, situation: Situation, candidate: Candidate, worth: float, best: float
-    ) -> Ranked:
-        terms_ms = placement_terms_ms(
-            weights=self.weights,
-            tokens_per_ms=candidate.tokens_per_ms,
-            queued_prefill_tokens=candidate.queued_prefill_tokens,
-            active_requests=candidate.active_requests / candidate.weight,
-            recent_sessions=candidate.recent_sessions / candidate.weight,
+        weights = self.weights
+        # What a token of an overlap is worth, by how far it can be believed.
+        worth_by_trust = (weights.approximate_weight, weights.degraded_weight, 1.0)
+        worths = [
+            c.overlap_tokens and c.overlap_tokens * worth_by_trust[c.trust] for c in candidates
+        ]
+        pricing = Pricing(
+            weights=weights,
+            tokens_per_ms=situation.tokens_per_ms,
             prompt_tokens=situation.prompt_tokens,
-            overlap_tokens=worth,
-            best_overlap_tokens=best,
+            best_overlap_tokens=max(worths),
             history_tokens=situation.history_tokens,
             departures=situation.departures,
         )
-        reason = Reason.DEVICE_PREFIX if candidate.overlap_tokens else Reason.LOAD
-        return Ranked(candidate, reason, sum(terms_ms.values()), terms_ms)
-
-    def _trust_weight(self, trust: Trust) -> float:
-        match trust:
-            case Trust.EXACT:
-                return 1.0
-            case Trust.DEGRADED:
-                return self.weights.degraded_weight
-            case Trust.APPROXIMATE:
-                return self.weights.approximate_weight
-            case _:
-                assert_never(trust)
+        costs_ms = price_all(pricing, candidates, worths)
+        tie_key = situation.request.tie_key
+        # Equal costs go to whoever waited longest, so that an idle fleet fills evenly; and of those
+        # never chosen to the first.
+        tie = _last_chosen if tie_key is None else _by_session(tie_key)
+        order = zip(costs_ms, map(tie, candidates), range(len(candidates)), strict=True)
+        first = [n for _, _, n in heapq.nsmallest(situation.places, order)]
+        return [_with_terms(pricing, candidates[n], worths[n]) for n in first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,9 @@ class PrefixAffinity(KvCost):
 class PlugIn:
     """A policy of the operator's own, whose mistakes must not stop the router.
 
-    If it raises, or returns anything but all candidates once each, the request goes by load and its
-    receipt says `fallback`.
+    If it raises, ranks nobody, anybody twice, or what isn't among the candidates, the request goes
+    by load and its receipt says `fallback`. Fewer places than asked for are no mistake: the first is
+    what counts.
     """
 
     policy: Policy
@@ -251,14 +252,16 @@ class PlugIn:
     ) -> list[Ranked]:
         try:
             ranked = list(self.policy.rank(situation, candidates, random_below))
-            is_whole = sorted(_place(r.candidate) for r in ranked) == sorted(
-                map(_place, candidates)
+            given = {candidate.holder: candidate for candidate in candidates}
+            is_usable = bool(ranked) and all(
+                given.pop(r.candidate.holder) == r.candidate for r in ranked
             )
         except Exception:  # it is not our code
-            is_whole = False
-        if is_whole:
+            is_usable = False
+        if is_usable:
             return ranked
-        return [Ranked(c, Reason.FALLBACK) for c in sorted(candidates, key=_by_load)]
+        first = LeastLoaded().rank(situation, candidates, random_below)
+        return [Ranked(entry.candidate, Reason.FALLBACK) for entry in first]
 
 
 BUILT_IN: Mapping[str, type[Any]] = {
@@ -267,11 +270,56 @@ BUILT_IN: Mapping[str, type[Any]] = {
 }
 
 
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def price_all(
+    pricing: Pricing, candidates: Sequence[Candidate], overlaps_tokens: Sequence[float]
+) -> list[float]:
+    """Return what each candidate costs: to the last bit the sum of the terms that are shown.
+
+    The load's terms are written out, and the prompt's are worked out once for all of equal weight and
+    overlap: this is the one loop over the fleet that computes anything.
+    """
+    rate, active_ms = pricing.tokens_per_ms, pricing.weights.active_request_ms
+    session_ms = 0.0 if pricing.history_tokens else pricing.weights.session_ms
+    prompt_terms: dict[tuple[float, float], tuple[float, float, float]] = {}
+    costs_ms: list[float] = []
+    for candidate, overlap_tokens in zip(candidates, overlaps_tokens, strict=True):
+        weight = candidate.weight
+        terms = prompt_terms.get((weight, overlap_tokens))
+        if terms is None:
+            terms = pricing.prompt_terms_ms(weight, overlap_tokens)
+            prompt_terms[weight, overlap_tokens] = terms
+        prefill, history, shared = terms
+        costs_ms.append(
+            candidate.queued_prefill_tokens / (rate * weight)
+            + candidate.active_requests / weight * active_ms
+            + candidate.recent_sessions / weight * session_ms
+            + prefill
+            + history
+            + shared
+        )
+    return costs_ms
+
+
+def _with_terms(pricing: Pricing, candidate: Candidate, overlap_tokens: float) -> Ranked:
+    terms_ms = pricing.terms_ms(
+        candidate.weight,
+        candidate.queued_prefill_tokens,
+        candidate.active_requests,
+        candidate.recent_sessions,
+        overlap_tokens,
+    )
+    reason = Reason.DEVICE_PREFIX if candidate.overlap_tokens else Reason.LOAD
+    return Ranked(candidate, reason, sum(terms_ms.values()), terms_ms)
+
+
 # --- shared orders --------------------------------------------------------------------------------
 
 
-def _waited_longest(candidate: Candidate) -> tuple[int, Holder]:
-    return candidate.last_chosen, _sortable(candidate.holder)
+_last_chosen: Callable[[Candidate], int] = attrgetter("last_chosen")
+_waited_longest: Callable[[Candidate], tuple[int, Holder]] = attrgetter("last_chosen", "holder")
 
 
 def _by_load(candidate: Candidate) -> tuple[float, float, int, Holder]:
@@ -282,21 +330,9 @@ def _by_load(candidate: Candidate) -> tuple[float, float, int, Holder]:
     )
 
 
-def _place(candidate: Candidate) -> Holder:
-    return _sortable(candidate.holder)
-
-
-def _sortable(holder: Holder) -> Holder:
-    return Holder(holder.instance_id, -1 if holder.rank is None else holder.rank)
-
-
-def by_session(key: str, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates in the order in which a session key prefers them."""
-    return sorted(
-        candidates,
-        key=lambda c: xxhash.xxh3_64_intdigest(f"{key}\0{c.holder}".encode()),
-        reverse=True,
-    )
+def _by_session(key: str) -> Callable[[Candidate], int]:
+    """Return the order in which a session key prefers holders (rendezvous hashing)."""
+    return lambda c: -xxhash.xxh3_64_intdigest(f"{key}\0{c.holder}".encode())
 
 
 # --- by name --------------------------------------------------------------------------------------

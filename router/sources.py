@@ -36,6 +36,10 @@ SourceEvent = (
 )
 
 
+Standing = tuple[Trust, Holder, int | None]
+"""What candidates are made of: how far a source is trusted, for which holder, its block size."""
+
+
 @dataclass(slots=True)
 class SourceState:
     """One source: the order of its batches, and what it announced."""
@@ -43,15 +47,24 @@ class SourceState:
     feed: Feed
     rank: int | None
     ledger: Ledger
+    noted: Standing | None = None  # its standing when it was last looked at
+
+    @property
+    def standing(self) -> Standing:
+        return self.feed.trust, self.ledger.holder, self.ledger.block_size_tokens
 
 
 class Sources:
-    """All open sources, by id. What they say goes into `index`, and past `settling`."""
+    """All open sources, by id. What they say goes into `index`, and past `settling`.
+
+    `changes` rises whenever a source came, went or changed its standing.
+    """
 
     def __init__(self, index: OwnershipIndex, settling: Settling) -> None:
         self._index = index
         self._settling = settling
         self._by_instance: dict[InstanceId, dict[SourceId, SourceState]] = {}
+        self.changes = 0
 
     def __iter__(self) -> Iterator[tuple[SourceId, SourceState]]:
         for states in self._by_instance.values():
@@ -67,11 +80,11 @@ class Sources:
 
     def trust(self, holder: Holder) -> Trust:
         """Return how far the blocks attributed to this holder can be believed."""
-        states = self.of(holder.instance_id)
-        return min(
-            (state.feed.trust for state in states if state.ledger.holder == holder),
-            default=Trust.APPROXIMATE,
-        )
+        trust: Trust | None = None
+        for state in self._by_instance.get(holder.instance_id, {}).values():
+            if state.ledger.holder == holder:
+                trust = state.feed.trust if trust is None else min(trust, state.feed.trust)
+        return Trust.APPROXIMATE if trust is None else trust
 
     def block_size_tokens(self, instance_id: InstanceId) -> int | None:
         """Return the block size that the instance's events name, None before the first."""
@@ -120,6 +133,7 @@ class Sources:
             holder = instance.holder_of(state.rank)
             if holder != state.ledger.holder:
                 state.ledger.move(self._known(holder))
+                self.changes += 1
 
     def close_all(self, instance_id: InstanceId) -> None:
         for source in list(self._by_instance.get(instance_id, {})):
@@ -135,6 +149,7 @@ class Sources:
     def _close(self, source: SourceId) -> None:
         states = self._by_instance[source.instance_id]
         states.pop(source).ledger.clear()
+        self.changes += 1
         if not states:
             del self._by_instance[source.instance_id]
 
@@ -161,6 +176,10 @@ class Sources:
                     commands.append(RequestReplay(source, action.from_sequence, action.replay_id))
                 case _:
                     assert_never(action)
+        standing = state.standing
+        if standing != state.noted:
+            state.noted = standing
+            self.changes += 1
         return commands
 
     def _apply(self, state: SourceState, event: KvEvent) -> None:

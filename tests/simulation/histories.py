@@ -673,12 +673,15 @@ class History:
             session_key=chance.choice([None, "s", "t"]),
             policy=chance.choice([None] * 5 + ["least_loaded", "session_hash", "unknown"]),
         )
-        self.core.explain(request, self.now)
+        explained = self.core.explain(request, self.now)
+        if explained is not None:
+            candidates = self.core.candidates.group(model, self.now).seats
+            assert len(explained.ranking) == len(candidates)
         self.handle(RequestArrived(request))
         assert (request.id in self.open) != (self.ended[request.id] == 1)
 
     def _prompt(self, model: str) -> Prompt | None:
-        kind, tokens = self.chance.randrange(8), self._tokens()
+        kind, tokens = self.chance.randrange(9), self._tokens()
         if kind == 0:
             return None
         if kind == 1:
@@ -688,6 +691,11 @@ class History:
         known = [
             space for space in spaces if space.block_size_tokens and self.chance.random() < 0.9
         ]
+        if kind == 2:
+            beginning = tokens[: self.chance.randrange(len(tokens) + 1)]
+            estimate = self.chance.randrange(PROMPT_TOKENS_MAX)
+            chains = {space: chain(space, beginning) for space in known}
+            return Prompt(estimate, chains, is_exact=False)
         return Prompt(len(tokens), {space: chain(space, tokens) for space in known})
 
     def _some_request(self) -> tuple[RequestId, Open] | None:

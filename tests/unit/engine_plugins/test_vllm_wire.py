@@ -1,6 +1,7 @@
 """What vLLM publishes, in both forms, as router events; and what is no such message."""
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from moongate.engine_plugins.vllm_wire import (
     STORED_FIELDS,
     Frame,
     WireError,
+    _decode_payload,
+    _decode_tolerantly,
     decode_batch,
     format_replay_request,
     parse_live_frames,
@@ -162,6 +165,7 @@ def test_medium_and_locality_give_the_tier(
 def test_a_placeholder_without_tokens_says_nothing(medium: str) -> None:
     placeholder = {**STORED, "medium": medium, "token_ids": [], "block_size": 0}
     assert decoded(placeholder, STORED) == (STORED_EVENT,)
+    assert decoded(positional(placeholder, STORED_FIELDS), STORED) == (STORED_EVENT,)
 
 
 # --- extra keys, adapters, groups -----------------------------------------------------------------
@@ -315,6 +319,13 @@ def test_c62_a_payload_of_the_wrong_form_is_a_batch_that_says_so(
 ) -> None:
     batch = batch_of(payload)
     assert (batch.sequence, batch.events, batch.rank) == (7, (BlocksUnreadable(reason),), None)
+
+
+@pytest.mark.parametrize("event", [{**STORED, "block_size": -1}, {**REMOVED, "group_idx": -1}])
+def test_one_odd_event_of_the_declared_types_loses_no_other(event: object) -> None:
+    events = decoded(REMOVED, event, STORED)
+    assert (events[0], events[2]) == (BlocksRemoved((11,), Tier.DEVICE), STORED_EVENT)
+    assert isinstance(events[1], BlocksUnreadable)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -508,6 +519,25 @@ ODD_EVENTS = (
 @given(st.binary(max_size=64))
 def test_no_bytes_raise(payload: bytes) -> None:
     assert batch_of(payload).sequence == 7
+
+
+@settings(deadline=None)
+@given(
+    events=st.lists(ODD_EVENTS | st.just(STORED) | st.just(REMOVED), max_size=4),
+    tail=st.lists(VALUES, max_size=2),
+)
+def test_a_batch_read_by_types_says_what_it_says_field_by_field(
+    events: list[object], tail: list[object]
+) -> None:
+    payload = msgspec.msgpack.encode([1.5, events, *tail])
+    assert _outcome(_decode_payload, payload) == _outcome(_decode_tolerantly, payload)
+
+
+def _outcome(decode: Callable[[bytes], object], payload: bytes) -> object:
+    try:
+        return decode(payload)
+    except WireError as error:
+        return error.reason
 
 
 @settings(deadline=None)

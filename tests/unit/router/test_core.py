@@ -185,6 +185,52 @@ def test_an_estimated_prompt_is_found_by_its_text() -> None:
     ]
 
 
+def partial(count: int, *token_ids: int) -> Prompt:
+    """Return a prompt of about `count` tokens of which these are known."""
+    known = request("x", *token_ids).prompt
+    assert known is not None
+    return dataclasses.replace(known, token_count=count, is_exact=False)
+
+
+def test_a_prompt_known_in_part_is_found_by_that_part() -> None:
+    core = with_sources(A, B)
+    feed(core, batch(0, stored(71, 72, tokens=[1, 2, 3, 4]), source=SOURCE_B))
+    beginning = partial(300, 1, 2, 3, 4)
+    forward = forward_in(feed(core, RequestArrived(Request(R, MODEL, beginning))))
+    assert (forward.holder, forward.decision.device_tokens) == (HB, 4)
+    assert core.loads.get(HB) == Load(1, 296, 2)
+    assert len(core.settling) == 0
+    core.handle(RequestFirstByte(R, shows_prefill=True), 10.0)
+    assert core.fleet.tokens_per_ms == 8.0, "an estimate teaches nothing"
+
+
+def test_of_a_prompt_known_in_part_that_part_is_predicted_until_events_confirm_it() -> None:
+    core = with_sources(A)
+    beginning = partial(300, 1, 2, 3, 4)
+    feed(core, RequestArrived(Request(R, MODEL, beginning)))
+    assert core.index.next_expiry() == 60.0
+    assert overlaps(core, 1, 2, 3, 4, 5) == {"a": (0, 4)}
+    feed(core, finished(R))
+    assert core.index.next_expiry() == 1.0
+
+
+def test_a_prompt_known_in_part_continues_the_turn_that_ended_there() -> None:
+    core = make_core(A, B)
+    assert send(core, arrived("r", *range(4000))) == HA
+    beginning = partial(4100, *range(4000))
+    decision = forward_in(feed(core, RequestArrived(Request(S, MODEL, beginning)))).decision
+    assert decision.ranking[0].holder == HA
+    assert decision.ranking[1].cost_terms_ms["history"] == pytest.approx(3 * 4000 / 8)
+
+
+def test_only_what_is_not_confirmed_is_predicted() -> None:
+    core = with_sources(A)
+    feed(core, batch(0, stored(71, 72, tokens=[1, 2, 3, 4])))
+    feed(core, arrived("r", 1, 2, 3, 4, 5, 6, 7))
+    assert core.index.predicted_count(HA) == 1
+    assert overlaps(core, 1, 2, 3, 4, 5, 6, 7) == {"a": (4, 6)}
+
+
 def test_a_prompt_that_is_not_known_has_no_overlap() -> None:
     core = make_core(A, B)
     decision = forward_in(feed(core, arrived("r"))).decision
@@ -233,6 +279,16 @@ def test_explain_changes_nothing_not_even_chance() -> None:
         return holders
 
     assert decide(explains=True) == decide(explains=False)
+
+
+def test_a_decision_shows_the_runner_up_and_an_explanation_all() -> None:
+    core = make_core(A, B, C)
+    explained = core.explain(request("x", 1, 2, 3), now=0.0)
+    assert explained is not None
+    decision = forward_in(feed(core, arrived("r", 1, 2, 3))).decision
+    assert [c.holder.instance_id for c in decision.ranking] == [A, B]
+    assert [c.holder.instance_id for c in explained.ranking] == [A, B, C]
+    assert explained.ranking[:2] == decision.ranking
 
 
 def test_nothing_is_explained_without_a_candidate() -> None:
@@ -352,8 +408,9 @@ def test_c46_the_block_size_of_the_events_counts_and_sizes_mix() -> None:
     )
     spaces = {BlockSpace(16), BlockSpace(64), BlockSpace(256)}
     assert core.spaces(MODEL) == spaces
-    forward = forward_in(feed(core, arrived("r", *tokens, spaces=sorted(spaces))))
-    found = {c.holder.instance_id: c.confirmed_tokens for c in forward.decision.ranking}
+    decision = core.explain(request("r", *tokens, spaces=sorted(spaces)), now=0.0)
+    assert decision is not None
+    found = {c.holder.instance_id: c.confirmed_tokens for c in decision.ranking}
     assert found == {A: 256, B: 256, C: 0}
     decision = core.explain(request("s", *tokens[:200], spaces=sorted(spaces)), now=0.0)
     assert decision is not None
@@ -511,6 +568,14 @@ def test_an_instance_that_is_down_is_not_suspended_as_well() -> None:
     assert send(core, arrived("s")) == HA
 
 
+def test_the_predictions_of_a_removed_instance_are_gone_before_its_requests_end() -> None:
+    core = with_sources(A, B)
+    assert send(core, arrived("r", 1, 2, 3)) == HA
+    feed(core, InstanceRemoved(A))
+    assert feed(core, finished(R)) == []
+    assert core.predicting == {}
+
+
 def test_what_happens_to_a_request_of_a_removed_instance_concerns_nobody_else() -> None:
     core = make_core(A, B)
     feed(core, arrived("r", 1, 2, 3), arrived("s", 4, 5, 6), arrived("t", 7, 8, 9))
@@ -530,24 +595,21 @@ def test_the_prefill_rate_is_learned_from_an_undisturbed_first_byte() -> None:
     core = make_core(A)
     feed(core, arrived("r", *range(400)))
     core.handle(RequestFirstByte(R, shows_prefill=True), 0.2)
-    (instance,) = core.fleet
-    assert core.fleet.tokens_per_ms(instance) == pytest.approx(2.0)
+    assert core.fleet.tokens_per_ms == pytest.approx(2.0)
 
 
 def test_a_whole_answer_or_an_error_teaches_nothing() -> None:
     core = make_core(A)
     feed(core, arrived("r", *range(400)))
     core.handle(RequestFirstByte(R), 0.001)
-    (instance,) = core.fleet
-    assert core.fleet.tokens_per_ms(instance) == 8.0
+    assert core.fleet.tokens_per_ms == 8.0
 
 
 def test_a_prefill_behind_another_teaches_nothing() -> None:
     core = make_core(A)
     feed(core, arrived("r", *range(400)), arrived("s", *range(500, 900)))
     core.handle(RequestFirstByte(S, shows_prefill=True), 0.2)
-    (instance,) = core.fleet
-    assert core.fleet.tokens_per_ms(instance) == 8.0
+    assert core.fleet.tokens_per_ms == 8.0
 
 
 # --- the fleet ------------------------------------------------------------------------------------

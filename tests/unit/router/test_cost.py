@@ -6,32 +6,32 @@ from moongate.router.cost import (
     OBSERVED_TOKENS_MIN,
     CostWeights,
     PrefillRate,
-    placement_terms_ms,
+    Pricing,
 )
 
 
 def terms(
     *,
+    weight: float = 1.0,
     queued_prefill_tokens: int = 0,
-    active_requests: float = 0,
-    recent_sessions: float = 0,
+    active_requests: int = 0,
+    recent_sessions: int = 0,
     prompt_tokens: int = 1000,
     overlap_tokens: float = 0,
     best_overlap_tokens: float = 0,
     history_tokens: int = 0,
     departures: int = 0,
 ) -> dict[str, float]:
-    return placement_terms_ms(
+    pricing = Pricing(
         weights=CostWeights(active_request_ms=25.0, history_weight=2.0),
         tokens_per_ms=10.0,
-        queued_prefill_tokens=queued_prefill_tokens,
-        active_requests=active_requests,
-        recent_sessions=recent_sessions,
         prompt_tokens=prompt_tokens,
-        overlap_tokens=overlap_tokens,
         best_overlap_tokens=best_overlap_tokens,
         history_tokens=history_tokens,
         departures=departures,
+    )
+    return pricing.terms_ms(
+        weight, queued_prefill_tokens, active_requests, recent_sessions, overlap_tokens
     )
 
 
@@ -65,6 +65,11 @@ def test_an_overlap_beyond_an_estimated_prompt_costs_nothing_less_than_zero() ->
 def test_tokens_ahead_and_unfinished_requests_add_to_the_cost() -> None:
     found = terms(queued_prefill_tokens=500, active_requests=3)
     assert found == IDLE | {"queue": 50.0, "active": 75.0}
+
+
+def test_an_instance_of_twice_the_weight_is_twice_as_fast_at_everything() -> None:
+    found = terms(weight=2.0, queued_prefill_tokens=500, active_requests=3, recent_sessions=2)
+    assert found == IDLE | {"queue": 25.0, "active": 37.5, "sessions": 10.0, "prefill": 50.0}
 
 
 def test_a_history_computed_again_is_charged_twice_over() -> None:

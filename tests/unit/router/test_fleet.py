@@ -219,9 +219,18 @@ def test_the_models_of_all_instances_are_listed_once() -> None:
     }
 
 
+def test_the_list_of_models_follows_discovery() -> None:
+    fleet = make_fleet(A, B)
+    assert list(fleet.model_cards()) == [MODEL]
+    fleet.describe(get(fleet, A), facts("other"))
+    assert list(fleet.model_cards()) == ["other", MODEL]
+    assert fleet.model_cards() is fleet.model_cards()
+    fleet.remove(B)
+    assert list(fleet.model_cards()) == ["other"]
+
+
 def test_the_prefill_rate_is_shared_and_scaled_by_weight() -> None:
     fleet = make_fleet(A, B)
     get(fleet, B).spec = InstanceSpec(B, weight=2.0)
     fleet.observe_prefill(get(fleet, B), tokens=1000, elapsed_ms=100.0)
-    assert fleet.tokens_per_ms(get(fleet, A)) == 5.0
-    assert fleet.tokens_per_ms(get(fleet, B)) == 10.0
+    assert fleet.tokens_per_ms == 5.0

@@ -1,8 +1,14 @@
 """The ownership index: who has which leading blocks, confirmed and predicted."""
 
-import pytest
+from collections import UserList
+from collections.abc import Sequence
+from typing import Any
 
-from moongate.router.index import PREDICTIONS_MAX, Overlap, OwnershipIndex
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moongate.router.index import NEAR_BLOCKS, PREDICTIONS_MAX, Overlap, OwnershipIndex
 from moongate.router.model import BlockHash, Holder, Tier
 
 from .builders import A, B, C
@@ -21,8 +27,13 @@ def make_index(*holders: Holder, blocks_max: int = 100) -> OwnershipIndex:
 def store(
     index: OwnershipIndex, holder: Holder, *blocks: BlockHash, tier: Tier = Tier.DEVICE
 ) -> None:
-    for block in blocks:
-        assert index.store(holder, tier, block)
+    assert index.store(holder, tier, blocks) == len(blocks)
+
+
+def overlaps(
+    index: OwnershipIndex, chain: Sequence[BlockHash], usable: int, holders: Sequence[Holder]
+) -> dict[Holder, Overlap]:
+    return index.find_overlaps(chain, usable, index.mask(holders))
 
 
 # --- overlap --------------------------------------------------------------------------------------
@@ -31,7 +42,7 @@ def store(
 def test_an_overlap_ends_at_the_first_hole() -> None:
     index = make_index(HA)
     store(index, HA, H[0], H[1], H[3])
-    assert index.find_overlaps(H[:4], 4, [HA]) == {HA: Overlap(2, 2)}
+    assert overlaps(index, H[:4], 4, [HA]) == {HA: Overlap(2, 2)}
 
 
 def test_each_holder_has_its_own_overlap_and_one_that_has_none_is_absent() -> None:
@@ -39,21 +50,21 @@ def test_each_holder_has_its_own_overlap_and_one_that_has_none_is_absent() -> No
     store(index, HA, H[0])
     store(index, HB, H[0], H[1], H[2])
     store(index, HC, H[1])
-    assert index.find_overlaps(H[:3], 3, [HA, HB, HC]) == {HA: Overlap(1, 1), HB: Overlap(3, 3)}
+    assert overlaps(index, H[:3], 3, [HA, HB, HC]) == {HA: Overlap(1, 1), HB: Overlap(3, 3)}
 
 
 def test_only_the_holders_asked_for_are_in_the_answer() -> None:
     index = make_index(HA, HB)
     store(index, HA, H[0])
     store(index, HB, H[0])
-    assert index.find_overlaps(H[:1], 1, [HB, HC]) == {HB: Overlap(1, 1)}
-    assert index.find_overlaps(H[:1], 1, []) == {}
+    assert overlaps(index, H[:1], 1, [HB, HC]) == {HB: Overlap(1, 1)}
+    assert overlaps(index, H[:1], 1, []) == {}
 
 
 def test_an_overlap_is_at_most_what_is_usable() -> None:
     index = make_index(HA)
     store(index, HA, H[0], H[1], H[2])
-    assert index.find_overlaps(H[:3], 2, [HA]) == {HA: Overlap(2, 2)}
+    assert overlaps(index, H[:3], 2, [HA]) == {HA: Overlap(2, 2)}
 
 
 def test_host_and_disk_copies_fill_holes_and_pool_copies_do_not() -> None:
@@ -62,21 +73,136 @@ def test_host_and_disk_copies_fill_holes_and_pool_copies_do_not() -> None:
     store(index, HA, H[1], tier=Tier.HOST)
     store(index, HA, H[2], tier=Tier.DISK)
     store(index, HA, H[3], tier=Tier.POOL)
-    assert index.find_overlaps(H[:4], 4, [HA]) == {HA: Overlap(3, 3)}
+    assert overlaps(index, H[:4], 4, [HA]) == {HA: Overlap(3, 3)}
 
 
 def test_predictions_lengthen_an_overlap_and_are_told_apart() -> None:
     index = make_index(HA)
     store(index, HA, H[0])
     index.predict(HA, H[:3], expires_at=60.0)
-    assert index.find_overlaps(H[:4], 4, [HA]) == {HA: Overlap(1, 3)}
+    assert overlaps(index, H[:4], 4, [HA]) == {HA: Overlap(1, 3)}
 
 
 def test_ranks_of_one_instance_are_holders_of_their_own() -> None:
     rank_0, rank_1 = Holder(A, 0), Holder(A, 1)
     index = make_index(rank_0, rank_1)
     store(index, rank_1, H[0])
-    assert index.find_overlaps(H[:1], 1, [rank_0, rank_1]) == {rank_1: Overlap(1, 1)}
+    assert overlaps(index, H[:1], 1, [rank_0, rank_1]) == {rank_1: Overlap(1, 1)}
+
+
+def test_an_empty_chain_overlaps_with_nothing() -> None:
+    index = make_index(HA)
+    store(index, HA, H[0])
+    assert overlaps(index, [], 0, [HA]) == {}
+    assert overlaps(index, H[:1], 0, [HA]) == {}
+
+
+def test_a_prediction_without_the_block_before_lengthens_nothing() -> None:
+    index = make_index(HA)
+    store(index, HA, H[0])
+    index.predict(HA, H[2:3], expires_at=60.0)
+    assert overlaps(index, H[:4], 4, [HA]) == {HA: Overlap(1, 1)}
+
+
+LONG = [BlockHash(n.to_bytes(4, "big")) for n in range(40)]
+
+
+@pytest.mark.parametrize("hole", range(1, len(LONG)))
+def test_a_hole_shortly_before_the_end_of_an_overlap_is_noticed(hole: int) -> None:
+    for end in range(hole + 1, min(hole + NEAR_BLOCKS, len(LONG)) + 1):
+        index = make_index(HA)
+        store(index, HA, *LONG[:hole], *LONG[hole + 1 : end])
+        assert overlaps(index, LONG, len(LONG), [HA]) == {HA: Overlap(hole, hole)}
+
+
+def test_where_an_overlap_likely_ends_few_blocks_are_looked_up() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:30])
+
+    class Counted(UserList[BlockHash]):
+        looked_up = 0
+
+        def __getitem__(self, position: Any) -> Any:
+            self.looked_up += 1
+            return self.data[position]
+
+    chain = Counted(LONG)
+    found = index.find_overlaps(chain, len(LONG), index.mask([HA]), likely_blocks=30)
+    assert (found, chain.looked_up) == ({HA: Overlap(30, 30)}, 3 + NEAR_BLOCKS - 1)
+
+
+def test_a_hole_far_inside_may_be_taken_for_held() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:3], *LONG[4:])
+    assert overlaps(index, LONG, len(LONG), [HA]) == {HA: Overlap(40, 40)}
+    store(index, HA, LONG[3])
+    index.remove(HA, Tier.DEVICE, LONG[:1])
+    assert overlaps(index, LONG, len(LONG), [HA]) == {}, "the first block is always looked up"
+
+
+Held = list[tuple[int, int, int]]
+"""For each holder how many leading blocks it has on the device, then on the host, then predicted."""
+
+HOLDERS = [Holder(A, rank) for rank in range(70)]
+
+
+def hold_prefixes(held: Held) -> OwnershipIndex:
+    index = make_index(*HOLDERS, blocks_max=10_000)
+    for holder, (device, host, predicted) in zip(HOLDERS, held, strict=False):
+        store(index, holder, *LONG[:device])
+        store(index, holder, *LONG[device : device + host], tier=Tier.HOST)
+        index.predict(holder, LONG[device + host :][:predicted], expires_at=60.0)
+    return index
+
+
+def walk(index: OwnershipIndex, holder: Holder, chain: Sequence[BlockHash]) -> Overlap | None:
+    """Return the overlap found by looking at one block after the other."""
+    bit = index.mask([holder])
+    tiers = [index._masks[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
+
+    def leading(tables: Sequence[dict[BlockHash, int]]) -> int:
+        has = (any(table.get(block, 0) & bit for table in tables) for block in chain)
+        return next((n for n, has_it in enumerate(has) if not has_it), len(chain))
+
+    found = Overlap(leading(tiers), leading([*tiers, index._predicted_masks]))
+    return found if found.blocks else None
+
+
+@settings(deadline=None)
+@given(
+    held=st.lists(st.tuples(*[st.integers(0, 45)] * 3), max_size=len(HOLDERS)),
+    usable=st.integers(0, len(LONG)),
+    likely=st.integers(0, 45),
+)
+def test_the_overlaps_of_prefixes_are_what_a_walk_over_all_blocks_finds(
+    held: Held, usable: int, likely: int
+) -> None:
+    index = hold_prefixes(held)
+    found = index.find_overlaps(LONG, usable, index.mask(HOLDERS), likely)
+    walked = {holder: walk(index, holder, LONG[:usable]) for holder in HOLDERS}
+    assert found == {holder: overlap for holder, overlap in walked.items() if overlap is not None}
+
+
+@settings(deadline=None)
+@given(
+    confirmed=st.lists(st.frozensets(st.integers(0, 39)), min_size=1, max_size=5),
+    predicted=st.lists(st.frozensets(st.integers(0, 39)), min_size=1, max_size=5),
+    likely=st.integers(0, 45),
+)
+def test_holes_make_an_overlap_too_long_at_most(
+    confirmed: list[frozenset[int]], predicted: list[frozenset[int]], likely: int
+) -> None:
+    index = make_index(*HOLDERS, blocks_max=10_000)
+    for holder, blocks in zip(HOLDERS, confirmed, strict=False):
+        store(index, holder, *(LONG[n] for n in sorted(blocks)))
+    for holder, blocks in zip(HOLDERS, predicted, strict=False):
+        index.predict(holder, [LONG[n] for n in sorted(blocks)], expires_at=60.0)
+    found = index.find_overlaps(LONG, len(LONG), index.mask(HOLDERS), likely)
+    for holder in HOLDERS:
+        walked = walk(index, holder, LONG) or Overlap(0, 0)
+        overlap = found.get(holder, Overlap(0, 0))
+        assert walked.confirmed_blocks <= overlap.confirmed_blocks <= overlap.blocks
+        assert walked.blocks <= overlap.blocks
 
 
 # --- confirmed ------------------------------------------------------------------------------------
@@ -87,7 +213,7 @@ def test_counts_follow_what_is_stored_and_removed() -> None:
     store(index, HA, H[0], H[1])
     store(index, HB, H[0], tier=Tier.HOST)
     assert (index.count(HA, Tier.DEVICE), index.count(HB, Tier.HOST), index.total) == (2, 1, 3)
-    index.remove(HA, Tier.DEVICE, H[0])
+    index.remove(HA, Tier.DEVICE, [H[0]])
     assert (index.count(HA, Tier.DEVICE), index.count(HB, Tier.HOST), index.total) == (1, 1, 2)
 
 
@@ -95,13 +221,13 @@ def test_removing_one_holders_copy_leaves_the_others() -> None:
     index = make_index(HA, HB)
     store(index, HA, H[0])
     store(index, HB, H[0])
-    index.remove(HA, Tier.DEVICE, H[0])
-    assert index.find_overlaps(H[:1], 1, [HA, HB]) == {HB: Overlap(1, 1)}
+    index.remove(HA, Tier.DEVICE, [H[0]])
+    assert overlaps(index, H[:1], 1, [HA, HB]) == {HB: Overlap(1, 1)}
 
 
 def test_removing_what_is_not_known_is_no_error() -> None:
     index = make_index(HA)
-    index.remove(HA, Tier.DEVICE, H[0])
+    index.remove(HA, Tier.DEVICE, [H[0]])
     assert index.total == 0
 
 
@@ -109,23 +235,30 @@ def test_a_block_announced_twice_is_counted_once_and_goes_with_the_second_remova
     index = make_index(HA)
     store(index, HA, H[0], H[0], H[0])
     assert (index.count(HA, Tier.DEVICE), index.total) == (1, 3)
-    index.remove(HA, Tier.DEVICE, H[0])
-    index.remove(HA, Tier.DEVICE, H[0])
-    assert index.find_overlaps(H[:1], 1, [HA]) == {HA: Overlap(1, 1)}
-    index.remove(HA, Tier.DEVICE, H[0])
-    assert index.find_overlaps(H[:1], 1, [HA]) == {}
+    index.remove(HA, Tier.DEVICE, [H[0]])
+    index.remove(HA, Tier.DEVICE, [H[0]])
+    assert overlaps(index, H[:1], 1, [HA]) == {HA: Overlap(1, 1)}
+    index.remove(HA, Tier.DEVICE, [H[0]])
+    assert overlaps(index, H[:1], 1, [HA]) == {}
     assert index.total == 0
+
+
+def test_a_block_announced_twice_leaves_others_as_they_are() -> None:
+    index = make_index(HA, HB)
+    store(index, HA, H[0], H[0], H[1])
+    store(index, HB, H[1])
+    index.remove(HA, Tier.DEVICE, H[:2])
+    assert (index.count(HA, Tier.DEVICE), index.count(HB, Tier.DEVICE), index.total) == (1, 1, 2)
 
 
 def test_a_full_index_refuses_until_there_is_room_again() -> None:
     index = make_index(HA, HB, blocks_max=1)
-    assert index.store(HA, Tier.DEVICE, H[0])
-    assert not index.store(HA, Tier.DEVICE, H[1])
-    assert not index.store(HB, Tier.DEVICE, H[0])
-    assert not index.store(HA, Tier.DEVICE, H[0])
+    assert index.store(HA, Tier.DEVICE, H[:2]) == 1
+    assert index.store(HB, Tier.DEVICE, H[:1]) == 0
+    assert index.store(HA, Tier.DEVICE, H[:1]) == 0
     assert index.total == 1
-    index.remove(HA, Tier.DEVICE, H[0])
-    assert index.store(HB, Tier.DEVICE, H[0])
+    index.remove(HA, Tier.DEVICE, H[:2])
+    assert index.store(HB, Tier.DEVICE, H[:1]) == 1
 
 
 # --- predicted ------------------------------------------------------------------------------------
@@ -147,9 +280,9 @@ def test_a_prediction_made_again_lives_until_its_later_time() -> None:
     index.predict(HA, H[:1], expires_at=60.0)
     index.predict(HA, H[:1], expires_at=70.0)
     index.expire(60.0)
-    assert index.find_overlaps(H[:1], 1, [HA]) == {HA: Overlap(0, 1)}
+    assert overlaps(index, H[:1], 1, [HA]) == {HA: Overlap(0, 1)}
     index.expire(70.0)
-    assert index.find_overlaps(H[:1], 1, [HA]) == {}
+    assert overlaps(index, H[:1], 1, [HA]) == {}
 
 
 def test_a_confirmation_takes_the_place_of_a_prediction() -> None:
@@ -157,8 +290,8 @@ def test_a_confirmation_takes_the_place_of_a_prediction() -> None:
     index.predict(HA, H[:1], expires_at=60.0)
     store(index, HA, H[0])
     assert index.predicted_count(HA) == 0
-    index.remove(HA, Tier.DEVICE, H[0])
-    assert index.find_overlaps(H[:1], 1, [HA]) == {}
+    index.remove(HA, Tier.DEVICE, [H[0]])
+    assert overlaps(index, H[:1], 1, [HA]) == {}
 
 
 def test_a_host_copy_does_not_confirm_a_prediction() -> None:
@@ -181,7 +314,7 @@ def test_predictions_of_two_holders_are_apart() -> None:
     index.predict(HA, H[:1], expires_at=60.0)
     index.predict(HB, H[:1], expires_at=60.0)
     index.forget_predictions(HA)
-    assert index.find_overlaps(H[:1], 1, [HA, HB]) == {HB: Overlap(0, 1)}
+    assert overlaps(index, H[:1], 1, [HA, HB]) == {HB: Overlap(0, 1)}
 
 
 def test_predictions_are_shortened_and_never_lengthened() -> None:
@@ -189,10 +322,17 @@ def test_predictions_are_shortened_and_never_lengthened() -> None:
     index.predict(HA, H[:1], expires_at=10.0)
     index.predict(HA, H[1:2], expires_at=60.0)
     index.shorten_predictions(HA, H[:3], expires_at=20.0)
+    index.shorten_predictions(HA, H[:3], expires_at=30.0)
     index.expire(10.0)
     assert index.predicted_count(HA) == 1
     index.expire(20.0)
     assert index.predicted_count(HA) == 0
+
+
+def test_where_nothing_is_predicted_there_is_nothing_to_shorten() -> None:
+    index = make_index(HA)
+    index.shorten_predictions(HA, H[:3], expires_at=20.0)
+    assert index.next_expiry() is None
 
 
 def test_past_the_capacity_the_oldest_predictions_go_and_of_one_prompt_its_tail() -> None:
@@ -201,9 +341,9 @@ def test_past_the_capacity_the_oldest_predictions_go_and_of_one_prompt_its_tail(
     index.predict(HA, H[:2], expires_at=60.0)
     index.predict(HA, H[2:4], expires_at=60.0)
     assert index.predicted_count(HA) == 3
-    assert index.find_overlaps(H[:2], 2, [HA]) == {HA: Overlap(0, 1)}
+    assert overlaps(index, H[:2], 2, [HA]) == {HA: Overlap(0, 1)}
     index.predict(HA, H[:5], expires_at=60.0)
-    assert index.find_overlaps(H[:5], 5, [HA]) == {HA: Overlap(0, 3)}
+    assert overlaps(index, H[:5], 5, [HA]) == {HA: Overlap(0, 3)}
 
 
 def test_a_capacity_told_later_counts_and_one_not_told_changes_nothing() -> None:
@@ -226,7 +366,7 @@ def test_a_removed_holder_leaves_nothing_to_the_one_that_gets_its_number() -> No
     index.remove_holder(HA)
     index.add_holder(HC)
     assert index.holders == (HB, HC)
-    assert index.find_overlaps(H[:2], 2, [HA, HB, HC]) == {}
+    assert overlaps(index, H[:2], 2, [HA, HB, HC]) == {}
     index.expire(60.0)  # the entry of the holder that is gone
     assert index.next_expiry() is None
 

@@ -5,10 +5,25 @@ from collections.abc import Callable
 import pytest
 
 from moongate.router import Holder, RouterCore, SourceOpened, Tier
+from moongate.router.events import BlocksCleared
 from moongate.router.invariants import check
 from moongate.router.model import InstanceId, RequestId
 
-from .builders import SOURCE_A, A, arrived, batch, chain, feed, make_core, stored
+from .builders import (
+    MODEL,
+    SOURCE_A,
+    SPACE,
+    A,
+    B,
+    add,
+    arrived,
+    batch,
+    chain,
+    feed,
+    make_core,
+    request,
+    stored,
+)
 
 HA, ELSEWHERE = Holder(A), Holder(InstanceId("elsewhere"))
 R = RequestId("r")
@@ -17,8 +32,9 @@ R = RequestId("r")
 def make_busy_core() -> RouterCore:
     """Return a core with one instance, one source, one confirmed block and one open request."""
     core = make_core(A)
-    feed(core, SourceOpened(SOURCE_A, has_replay=False), arrived("r", 1, 2, 3, 4, 5))
-    feed(core, batch(0, stored(71, tokens=[1, 2]), stored(72, tokens=[1, 2])))
+    feed(core, SourceOpened(SOURCE_A, has_replay=False), batch(0, BlocksCleared()))
+    feed(core, arrived("r", 1, 2, 3, 4, 5))
+    feed(core, batch(1, stored(71, tokens=[1, 2]), stored(72, tokens=[1, 2])))
     return core
 
 
@@ -51,11 +67,36 @@ def _try_too_often(core: RouterCore) -> None:
 
 
 def _hold_what_nobody_announced(core: RouterCore) -> None:
-    core.index.store(HA, Tier.DEVICE, chain(8, 9)[0])
+    core.index.store(HA, Tier.DEVICE, chain(8, 9))
 
 
 def _count_an_announcement_twice(core: RouterCore) -> None:
-    core.index.store(HA, Tier.DEVICE, chain(1, 2)[0])
+    core.index.store(HA, Tier.DEVICE, chain(1, 2))
+
+
+def _forget_who_predicts(core: RouterCore) -> None:
+    core.predicting.clear()
+
+
+def _change_a_load_silently(core: RouterCore) -> None:
+    core.explain(request("x"), now=0.0)  # keeps the candidates
+    core.loads.end_prefill(R)
+
+
+def _lose_an_instance_silently(core: RouterCore) -> None:
+    core.explain(request("x"), now=0.0)
+    next(iter(core.fleet)).is_healthy = False
+
+
+def _suspend_an_instance_silently(core: RouterCore) -> None:
+    add(core, B)
+    core.explain(request("x"), now=0.0)
+    next(iter(core.fleet)).suspend(now=0.0)
+
+
+def _learn_a_block_size_silently(core: RouterCore) -> None:
+    assert core.spaces(MODEL) == {SPACE}
+    next(iter(core.sources))[1].ledger.block_size_tokens = 7
 
 
 @pytest.mark.parametrize(
@@ -69,6 +110,11 @@ def _count_an_announcement_twice(core: RouterCore) -> None:
         _try_too_often,
         _hold_what_nobody_announced,
         _count_an_announcement_twice,
+        _forget_who_predicts,
+        _change_a_load_silently,
+        _lose_an_instance_silently,
+        _suspend_an_instance_silently,
+        _learn_a_block_size_silently,
     ],
 )
 def test_what_is_wrong_is_found(break_it: Callable[[RouterCore], None]) -> None:

@@ -21,7 +21,8 @@ def make_ledger(holder: Holder = HA, blocks_max: int = 100) -> Ledger:
 
 def overlap(ledger: Ledger, hashes: list[BlockHash]) -> int:
     """Return the leading blocks of `hashes` that the ledger's holder has."""
-    found = ledger.index.find_overlaps(hashes, len(hashes), [ledger.holder])
+    index = ledger.index
+    found = index.find_overlaps(hashes, len(hashes), index.mask([ledger.holder]))
     return found[ledger.holder].confirmed_blocks if found else 0
 
 
@@ -104,6 +105,30 @@ def test_a_block_with_two_copies_is_gone_with_the_second_removal() -> None:
     assert (ledger.counts.stored_blocks, ledger.counts.removed_blocks) == (2, 2)
 
 
+def test_of_three_copies_the_last_one_keeps_the_block() -> None:
+    ledger = make_ledger()
+    for _ in range(3):
+        ledger.store(stored(71, tokens=[1, 2]))
+    ledger.remove(removed(71, 71))
+    assert overlap(ledger, chain(1, 2)) == 1
+    ledger.remove(removed(71, 71))
+    assert overlap(ledger, chain(1, 2)) == 0
+    assert ledger.counts.removed_blocks == 3
+
+
+def test_after_a_clear_a_block_has_one_copy_again() -> None:
+    ledger = make_ledger()
+    ledger.store(stored(71, tokens=[1, 2]))
+    ledger.store(stored(71, tokens=[1, 2]))
+    ledger.store(stored(72, tokens=[3, 4], tier=Tier.HOST))
+    ledger.store(stored(72, tokens=[3, 4], tier=Tier.HOST))
+    ledger.clear(Tier.DEVICE)
+    ledger.store(stored(71, tokens=[1, 2]))
+    ledger.remove(removed(71))
+    ledger.remove(removed(72, tier=Tier.HOST))
+    assert list(ledger.held()) == [(Tier.HOST, chain(3, 4)[0])]
+
+
 def test_a_block_with_two_names_is_gone_with_the_second_removal() -> None:
     ledger = make_ledger()
     ledger.store(stored(71, tokens=[1, 2]))
@@ -147,6 +172,23 @@ def test_one_name_with_two_contents_stands_for_the_later() -> None:
     ledger.store(stored(71, tokens=[8, 9]))
     assert overlap(ledger, chain(1, 2)) == 0
     assert overlap(ledger, chain(8, 9)) == 1
+    assert ledger.index.total == 1
+
+
+def test_a_name_that_stands_for_another_block_now_has_one_copy() -> None:
+    ledger = make_ledger()
+    ledger.store(stored(71, tokens=[1, 2]))
+    ledger.store(stored(71, tokens=[1, 2]))
+    ledger.store(stored(71, tokens=[8, 9]))
+    ledger.remove(removed(71))
+    assert ledger.is_empty
+    assert ledger.index.total == 0
+
+
+def test_a_name_twice_in_one_event_stands_for_the_later_block() -> None:
+    ledger = make_ledger()
+    ledger.store(stored(71, 71, tokens=[1, 2, 3, 4]))
+    assert list(ledger.held()) == [(Tier.DEVICE, chain(1, 2, 3, 4)[1])]
     assert ledger.index.total == 1
 
 
@@ -224,4 +266,5 @@ def test_a_ledger_moves_to_another_holder_with_its_blocks() -> None:
     ledger.store(stored(71, tokens=[1, 2]))
     ledger.move(HB)
     assert ledger.holder == HB
-    assert ledger.index.find_overlaps(chain(1, 2), 1, [HA, HB]).keys() == {HB}
+    both = ledger.index.mask([HA, HB])
+    assert ledger.index.find_overlaps(chain(1, 2), 1, both).keys() == {HB}

@@ -8,9 +8,13 @@ from .builders import A, B
 H = [BlockHash(bytes([n])) for n in range(9)]
 
 
+def find(lineages: Lineages, chain: list[BlockHash], shared_blocks: int) -> Lineage:
+    return lineages.depart(chain, lineages.find_history(chain), shared_blocks)
+
+
 def forward(lineages: Lineages, chain: list[BlockHash], shared_blocks: int = 0) -> Lineage:
     """Find a prompt's lineage and note it, as the router does; return what was found."""
-    lineage = lineages.find(chain, shared_blocks)
+    lineage = find(lineages, chain, shared_blocks)
     lineages.note(chain, lineage, shared_blocks)
     return lineage
 
@@ -61,16 +65,16 @@ def test_past_the_limit_the_tail_used_least_recently_is_forgotten() -> None:
     forward(lineages, [H[0]])
     forward(lineages, [H[2]])
     assert len(lineages) == 2
-    assert lineages.find([H[1], H[5]], 0) == Lineage()
-    assert lineages.find([H[0], H[5]], 0) == Lineage(1, departures=1)
+    assert find(lineages, [H[1], H[5]], 0) == Lineage()
+    assert find(lineages, [H[0], H[5]], 0) == Lineage(1, departures=1)
 
 
 def test_past_the_limit_the_departure_used_least_recently_is_forgotten() -> None:
     lineages = Lineages(tails_max=1)
     forward(lineages, [H[0], H[4]], shared_blocks=1)
     forward(lineages, [H[1], H[5]], shared_blocks=1)
-    assert lineages.find([H[0], H[6]], 1) == Lineage(0, departures=0)
-    assert lineages.find([H[1], H[6]], 1) == Lineage(0, departures=1)
+    assert find(lineages, [H[0], H[6]], 1) == Lineage(0, departures=0)
+    assert find(lineages, [H[1], H[6]], 1) == Lineage(0, departures=1)
 
 
 def test_only_the_last_sessions_count_as_recent() -> None:

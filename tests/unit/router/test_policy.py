@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moongate.router.cost import CostWeights
 from moongate.router.model import Holder, InstanceId, Reason, Request, RequestId, Role, Trust
@@ -24,6 +26,9 @@ from moongate.router.policy import (
 
 from .builders import last_of_n
 
+ALL = 1000
+"""More places than there are candidates."""
+
 
 def candidate(
     name: str,
@@ -33,6 +38,7 @@ def candidate(
     trust: Trust = Trust.EXACT,
     active: int = 0,
     queued: int = 0,
+    sessions: int = 0,
     last_chosen: int = 0,
     overlap: int = 0,
 ) -> Candidate:
@@ -43,17 +49,21 @@ def candidate(
         trust,
         active,
         queued,
-        10.0 * weight,
         last_chosen,
+        sessions,
         overlap,
     )
 
 
 def situation(
-    prompt_tokens: int = 0, session_key: str | None = None, history_tokens: int = 0
+    prompt_tokens: int = 0,
+    session_key: str | None = None,
+    history_tokens: int = 0,
+    tie_key: str | None = None,
+    places: int = ALL,
 ) -> Situation:
-    request = Request(RequestId("r"), "m", session_key=session_key)
-    return Situation(request, prompt_tokens, history_tokens, 0)
+    request = Request(RequestId("r"), "m", session_key=session_key, tie_key=tie_key)
+    return Situation(request, prompt_tokens, history_tokens, 0, 10.0, places)
 
 
 def order(
@@ -89,9 +99,8 @@ def test_equals_are_ordered_by_name_and_rank() -> None:
         candidate("b"),
         candidate("a", rank=1),
         candidate("a", rank=0),
-        candidate("a"),
     )
-    assert found == ["a", "a@0", "a@1", "b"]
+    assert found == ["a@0", "a@1", "b"]
 
 
 def test_random_draws_one_after_the_other() -> None:
@@ -203,8 +212,7 @@ def test_c33_equal_costs_go_to_whoever_waited_longest() -> None:
 
 
 def test_equal_costs_are_decided_by_the_tie_key_where_there_is_one() -> None:
-    request = Request(RequestId("r"), "m", tie_key="u")
-    given = Situation(request, prompt_tokens=1000, history_tokens=0, departures=0)
+    given = situation(prompt_tokens=1000, tie_key="u")
     names = [candidate(name) for name in "abcd"]
     preferred = order(make_policy("session_hash"), *names, given=situation(session_key="u"))
     assert order(make_policy("kv_cost"), *names, given=given) == preferred
@@ -240,6 +248,52 @@ def test_every_policy_ranks_each_candidate_once(name: str) -> None:
     given = situation(prompt_tokens=100, session_key="s")
     found = order(make_policy(name), *candidates, given=given, random_below=_zero)
     assert sorted(found) == sorted(str(c.holder) for c in candidates)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("places", [1, 2, 5])
+def test_the_places_asked_for_are_ranked_as_if_all_were(name: str, places: int) -> None:
+    candidates = [candidate(n, rank=r, active=r % 2) for n in "ab" for r in range(3)]
+    for key in ("s", None):
+        given = situation(prompt_tokens=100, session_key=key, tie_key=key, places=places)
+        everyone = given._replace(places=ALL)
+        first = order(make_policy(name), *candidates, given=given, random_below=_zero)
+        assert len(first) >= places
+        whole = order(make_policy(name), *candidates, given=everyone, random_below=_zero)
+        assert first == whole[: len(first)]
+
+
+LOADS = st.builds(
+    candidate,
+    st.sampled_from("abcdefgh"),
+    rank=st.integers(0, 1000),
+    weight=st.sampled_from([0.3, 1.0, 2.0]),
+    trust=st.sampled_from(Trust),
+    active=st.integers(0, 50),
+    queued=st.integers(0, 100_000),
+    sessions=st.integers(0, 64),
+    last_chosen=st.integers(0, 3),
+    overlap=st.just(0) | st.integers(0, 5000),
+)
+
+
+@given(
+    candidates=st.lists(LOADS, min_size=1, max_size=20, unique_by=lambda c: c.holder),
+    prompt_tokens=st.integers(1, 5000),
+    history_tokens=st.just(0) | st.integers(1, 5000),
+    departures=st.integers(0, 5),
+)
+def test_what_is_compared_is_the_sum_of_the_terms_that_are_shown(
+    candidates: list[Candidate], prompt_tokens: int, history_tokens: int, departures: int
+) -> None:
+    given_ = Situation(
+        Request(RequestId("r"), "m"), prompt_tokens, history_tokens, departures, 7.3, ALL
+    )
+    ranked = KvCost().rank(given_, sorted(candidates, key=lambda c: c.holder), last_of_n)
+    assert [r.cost_ms for r in ranked] == [sum(r.terms_ms.values()) for r in ranked]
+    keys = [(r.cost_ms, r.candidate.last_chosen, r.candidate.holder) for r in ranked]
+    assert keys == sorted(keys)
+    assert len(ranked) == len(candidates)
 
 
 # --- by name --------------------------------------------------------------------------------------
@@ -367,20 +421,36 @@ class Wrong(Upwards):
             case "raises":
                 raise RuntimeError("mistake")
             case "forgets":
-                return ranked[:1]
+                return []
+            case "invents":
+                return [Ranked(candidate("a", active=99), Reason.LOAD)]
             case "repeats":
                 return [ranked[0], ranked[0]]
             case _:
                 return None  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("mistake", ["raises", "forgets", "repeats", "returns nothing"])
+@pytest.mark.parametrize("mistake", ["raises", "forgets", "invents", "repeats", "returns nothing"])
 def test_a_policy_of_yours_that_fails_is_replaced_by_load(mistake: str) -> None:
     policy = make_policy(f"{__name__}:Wrong", {"mistake": mistake})
     pair = [candidate("a", active=1), candidate("b")]
     ranked = policy.rank(situation(), pair, last_of_n)
     assert [str(r.candidate.holder) for r in ranked] == ["b", "a"]
     assert {r.reason for r in ranked} == {Reason.FALLBACK}
+
+
+def test_a_policy_of_yours_may_rank_just_the_one_that_it_chooses() -> None:
+    policy = PlugIn(FirstOnly())
+    pair = [candidate("a", active=1), candidate("b")]
+    ranked = policy.rank(situation(places=2), pair, last_of_n)
+    assert [(str(r.candidate.holder), r.reason) for r in ranked] == [("a", Reason.LOAD)]
+
+
+class FirstOnly(Upwards):
+    def rank(
+        self, situation: Situation, candidates: Sequence[Candidate], random_below: object
+    ) -> list[Ranked]:
+        return super().rank(situation, candidates, random_below)[:1]
 
 
 @pytest.mark.parametrize("name", [":", "x:", ":X", "..x:X"])
