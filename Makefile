@@ -3,11 +3,13 @@
 PYTHON = python3
 BIN = .venv/bin
 SOURCES = gateway router engine_plugins simulator cli.py local_stack.py __init__.py
-LINTED = $(SOURCES) tests scripts examples
+LINTED = $(SOURCES) tests scripts examples benchmarks
 MODEL = smollm2
 PORT = 8000
+BENCH_ROUNDS ?= 5
+BENCH_RESULTS = benchmarks/results
 
-.PHONY: help setup setup-engine run run-real test e2e check clean
+.PHONY: help setup setup-engine setup-bench run run-real test e2e check bench clean
 
 help:
 	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
@@ -15,14 +17,19 @@ help:
 	@echo "make test         unit, simulation and integration tests"
 	@echo "make e2e          tests against real vLLM engines"
 	@echo "make check        formatter, linter, types, import contracts"
+	@echo "make bench        what routing costs, next to other routers (BENCH_ROUNDS=5; half an hour)"
 	@echo "                  (make run PORT=8001 for another port)"
 	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
 
 setup: .venv/.ready
 setup-engine: .venv-engine/bin/python
+setup-bench: .venv-bench/.ready
 
 .venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) scripts/setup_venv.py
+
+.venv-bench/.ready: requirements/bench.txt
+	@$(PYTHON) scripts/setup_venv.py bench
 
 .venv-engine/bin/python: requirements/engine.txt
 	@$(PYTHON) scripts/setup_engine.py
@@ -46,5 +53,13 @@ check: .venv/.ready
 	@$(BIN)/python scripts/check_types.py
 	@$(BIN)/lint-imports --no-cache
 
+# The rounds come last: they are the longest, and the others tell the most about one's own change.
+bench: .venv/.ready .venv-bench/.ready
+	@mkdir -p $(BENCH_RESULTS)
+	@$(BIN)/python -m benchmarks.router_scale --json $(BENCH_RESULTS)/router_scale.json
+	@$(BIN)/python -m benchmarks.prompt_pipeline --json $(BENCH_RESULTS)/prompt_pipeline.json
+	@$(BIN)/python -m benchmarks.side_by_side --rounds $(BENCH_ROUNDS) \
+		--json $(BENCH_RESULTS)/side_by_side.json
+
 clean:
-	rm -rf .venv .venv-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,12 +19,13 @@ SCRIPTS = ("setup_venv", "setup_engine", "check_types", "make_sim_tokenizer")
 
 
 def main() -> int:
-    """Return mypy's exit code: the worst of the product's and the tests'."""
+    """Return mypy's exit code: the worst of all parts of the project."""
     root = PROJECT / ".venv" / "src"
     root.mkdir(parents=True, exist_ok=True)
-    link = root / "moongate"
-    if not link.is_symlink():
-        link.symlink_to(PROJECT)
+    for name, target in (("moongate", PROJECT), ("benchmarks", PROJECT / "benchmarks")):
+        link = root / name
+        if not link.is_symlink():
+            link.symlink_to(target)
     product = [f"-pmoongate.{name}" for name in PACKAGES] + [f"-mmoongate.{m}" for m in MODULES]
     codes = [_mypy(root, str(root), product)]
     helpers = f"{root}:{PROJECT / 'tests' / 'helpers'}:{PROJECT / 'scripts'}"
@@ -33,6 +34,7 @@ def main() -> int:
     codes.append(_mypy(root, helpers, ["--scripts-are-modules", "--namespace-packages",
                                        "--explicit-package-bases", *tests]))  # fmt: skip
     codes.append(_mypy(root, helpers, [f"-m{name}" for name in SCRIPTS]))
+    codes.append(_mypy(root, str(root), ["-pbenchmarks"]))
     return max(codes)
 
 

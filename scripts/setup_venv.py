@@ -1,22 +1,43 @@
 #!/usr/bin/env python3
-"""Create the gateway's environment `.venv`, from the pinned requirements, and install the project
-into it in place. Standard library only; run by the system's Python."""
+"""Create a Python environment from pinned requirements: the gateway's `.venv`, with the project
+installed in place, or (argument `bench`) `.venv-bench` with the routers it is compared to. Standard
+library only; run by the system's Python."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-VENV = PROJECT / ".venv"
-READY = VENV / ".ready"
 PYTHON_OLDEST = (3, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """An environment, and what goes into it."""
+
+    folder: str
+    requirements: str
+    has_project: bool
+
+
+ENVIRONMENTS: Mapping[str, Environment] = {
+    "gateway": Environment(".venv", "dev.txt", has_project=True),
+    # Apart, because the compared routers have requirements of their own.
+    "bench": Environment(".venv-bench", "bench.txt", has_project=False),
+}
 
 
 def main() -> int:
     """Return the exit code: 0 done, 1 something is missing or failed."""
+    parser = argparse.ArgumentParser(description="Create a Python environment of the project.")
+    parser.add_argument("name", nargs="?", choices=ENVIRONMENTS, default="gateway")
+    environment = ENVIRONMENTS[parser.parse_args().name]
     if sys.version_info < PYTHON_OLDEST:
         print(f"moongate needs Python 3.11 or newer; this is {sys.version.split()[0]}")
         return 1
@@ -29,24 +50,26 @@ def main() -> int:
         )
         return 1
     began = time.monotonic()
-    print("setting up .venv ...", flush=True)
+    print(f"setting up {environment.folder} ...", flush=True)
     try:
-        _create()
+        _create(environment)
     except subprocess.CalledProcessError as error:
         print(f"failed: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
-    READY.touch()
-    print(f".venv is ready ({time.monotonic() - began:.0f} s)", flush=True)
+    (PROJECT / environment.folder / ".ready").touch()
+    print(f"{environment.folder} is ready ({time.monotonic() - began:.0f} s)", flush=True)
     return 0
 
 
-def _create() -> None:
-    python = VENV / "bin" / "python"
+def _create(environment: Environment) -> None:
+    folder = PROJECT / environment.folder
+    python = folder / "bin" / "python"
     if not python.exists():
-        _run(sys.executable, "-m", "venv", VENV)
+        _run(sys.executable, "-m", "venv", folder)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    _run(*pip, "install", "-r", PROJECT / "requirements" / "dev.txt")
-    _run(*pip, "install", "--no-deps", "--editable", PROJECT)
+    _run(*pip, "install", "-r", PROJECT / "requirements" / environment.requirements)
+    if environment.has_project:
+        _run(*pip, "install", "--no-deps", "--editable", PROJECT)
 
 
 def _run(*words: str | Path) -> None:
