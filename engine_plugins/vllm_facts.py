@@ -158,3 +158,17 @@ def offset_port(endpoint: str, rank: int) -> str:
     if int(port) + rank > 65_535:
         raise FactsError(f"KV events at {endpoint}: rank {rank} would have no port")
     return f"{host}:{int(port) + rank}"
+
+
+# --- version --------------------------------------------------------------------------------------
+
+TAKES_IDS_SINCE = (0, 32)
+"""The first release tried in which `kv_transfer_params.prompt_token_ids` stands for a chat's text
+(vllm#48145); older ones would tokenise all the same."""
+
+
+def takes_token_ids(answer: object) -> bool:
+    """Tell from a `/version` answer whether the engine is known to take ids in place of text."""
+    version = answer.get("version") if isinstance(answer, dict) else None
+    numbers = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= TAKES_IDS_SINCE

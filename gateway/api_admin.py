@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from moongate.gateway.api_models import list_models
 from moongate.gateway.body import find_session_key, find_user, parse_body
@@ -92,9 +93,14 @@ def make_admin_app(
     async def refused(_: Request, error: GatewayError) -> Response:
         return _error_response(error.status, error.body(), error.headers)
 
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: ClientDisconnect) -> Response:
+        """Nobody receives this; but without it the server would report a bug."""
+        return Response(status_code=499)
+
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> Response:
-        metrics.requests.labels(UNMATCHED_ROUTE, "unknown", str(error.status_code)).inc()
+        metrics.requests[UNMATCHED_ROUTE, "unknown", str(error.status_code)].inc()
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         body = error_body(message, error.status_code, _code_of(error.status_code))
         return _error_response(error.status_code, body, error.headers or {})
@@ -194,12 +200,20 @@ def _index_as_json(driver: Driver, monitor: Monitor) -> dict[str, Any]:
     return {"blocks": core.index.total, "predicted_blocks": predicted, "sources": sources}
 
 
+async def _read_body(request: Request, bytes_max: int) -> bytes:
+    """Return the whole body. Raises: GatewayError (413)."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > bytes_max:
+            raise GatewayError(413, f"the body is larger than {bytes_max} bytes", "body_too_large")
+    return bytes(body)
+
+
 async def _explain(
     request: Request, settings: Settings, driver: Driver, prompts: PromptPipeline
 ) -> dict[str, Any]:
-    raw = await request.body()
-    if len(raw) > settings.limits.body_bytes_max:
-        raise GatewayError(413, "the body is too large", "body_too_large")
+    raw = await _read_body(request, settings.limits.body_bytes_max)
     body = parse_body(raw, Route("/admin/explain", needs_model=True))
     path = "/v1/chat/completions" if "messages" in body.fields else "/v1/completions"
     route = PROXIED[path]

@@ -5,30 +5,37 @@ from __future__ import annotations
 import random
 import secrets
 import time
-import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI
 
 from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.headers import clean_request_id, read_headers
-from moongate.gateway.hotpath import HotPath, Receive, Scope, Send
+from moongate.gateway.headers import clean_request_id, make_request_id, read_headers
+from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.prompt import PromptPipeline
-from moongate.gateway.routes import PROXIED
 from moongate.gateway.settings import Settings
 from moongate.router import RouterCore, RouterLimits, make_policy
 from moongate.router.policy import BUILT_IN, Policy
 
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
 
 class Gateway:
-    """The application. Its sockets open with the server's lifespan and close with it."""
+    """The application. Its sockets open with the server's lifespan and close with it.
+
+    As an ASGI application it has the operators' routes; the proxied ones come from `ClientProtocol`
+    to `answer` and `refuse`.
+    """
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class Gateway:
             path=settings.tokenizer.path,
             budget_s=settings.tokenizer.budget_ms / 1000,
             waiting_max=settings.limits.queue_requests_max,
+            memory_bytes_max=settings.limits.prompt_memory_bytes_max,
             spaces=self.core.spaces,
             remote=self._find_remote,
             clock=self._clock,
@@ -100,25 +108,22 @@ class Gateway:
         )
         return self._links.get(least.spec.id).api
 
+    async def answer(self, client: ClientRequest) -> None:
+        """Answer a request for a proxied route."""
+        assert self._hot_path is not None
+        await self._hot_path.answer(client)
+
+    def refuse(self, client: ClientRequest, error: GatewayError) -> None:
+        """Answer a request that can't be read."""
+        assert self._hot_path is not None
+        self._hot_path.refuse(client, error)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
         assert self._admin is not None
-        assert self._hot_path is not None
-        route = PROXIED.get(scope["path"]) if scope["type"] == "http" else None
-        if route is not None and scope["method"] == "POST":
-            await self._hot_path(route, scope, receive, send)
-        elif route is not None:
-            await self._refuse_method(scope, receive, send)
-        else:
-            await self._admin(scope, receive, _with_request_id(scope, send))
-
-    async def _refuse_method(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"{scope['path']} takes POST, not {scope['method'][:16]}"
-        error = GatewayError(405, message, "method_not_allowed", headers={"allow": "POST"})
-        assert self._hot_path is not None
-        await self._hot_path.refuse(PROXIED[scope["path"]], scope, send, error)
+        await self._admin(scope, receive, _with_request_id(scope, send))
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -137,7 +142,7 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
     if scope["type"] != "http":
         return send
     given = read_headers(scope["headers"]).get("x-request-id")
-    request_id = clean_request_id(given) or uuid.uuid4().hex
+    request_id = clean_request_id(given) or make_request_id()
 
     async def send_with_id(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -7,10 +7,13 @@ session keys, and (in `prompt.py`) the prompt. Unknown fields always pass.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
 from moongate.gateway.errors import GatewayError
@@ -27,6 +30,9 @@ SESSION_KEY_CHARS_MAX = 512
 """Longer keys are cut: they are only hashed, and still as good as distinct."""
 
 _UNIQUE_KEYS = ("model", "stream")
+_UNIQUE_KEY = re.compile(rb'"(?:model|stream)"')
+_ESCAPED_LETTER = re.compile(rb"\\u00[67]")
+_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,9 @@ def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
 def _refuse_duplicates(raw: bytes) -> None:
     """Refuse a key given twice that decides where a request goes: parsers differ in which counts."""
     # A key may be spelled with escapes, though nobody honest writes letters so.
-    is_escaped = b"\\u006" in raw or b"\\u007" in raw
-    if not is_escaped and all(raw.count(b'"%s"' % key.encode()) < 2 for key in _UNIQUE_KEYS):
+    is_escaped = raw.rfind(b"\\u00") >= 0 and _ESCAPED_LETTER.search(raw) is not None
+    spelled = _UNIQUE_KEY.findall(raw)
+    if not is_escaped and (len(spelled) == len(set(spelled)) or _are_nested(spelled, raw)):
         return
     top: list[tuple[str, Any]] = []
 
@@ -106,6 +113,16 @@ def _refuse_duplicates(raw: bytes) -> None:
     for key in _UNIQUE_KEYS:
         if sum(name == key for name, _ in top) > 1:
             raise _bad(f"{key}: given twice", key)
+
+
+def _are_nested(spelled: Sequence[bytes], raw: bytes) -> bool:
+    """Tell whether all but one of each key stand inside of values, as in a tool's parameters."""
+    try:
+        values = _read_top_level(raw).values()
+    except (msgspec.DecodeError, RecursionError):
+        return False  # a lenient body, or one that is nested deeply
+    nested = Counter(key for value in values for key in _UNIQUE_KEY.findall(value))
+    return all(count - nested[key] <= 1 for key, count in Counter(spelled).items())
 
 
 def without_key(raw: bytes, key: str) -> bytes:
@@ -136,6 +153,15 @@ def without_key(raw: bytes, key: str) -> bytes:
         is_first = is_first and name == key
         position = end
     return "".join([*parts, text[kept_to:]]).encode("utf-8", "surrogateescape")
+
+
+def with_fields(raw: bytes, fields: bytes) -> tuple[bytes, ...]:
+    """Return a JSON object's text in pieces, with fields (JSON, without braces) behind its own.
+
+    The text has been parsed before, so it is an object; that it has a field is assumed.
+    """
+    end = raw.rindex(b"}")
+    return raw[:end], b"," + fields, raw[end:]
 
 
 def _skip(text: str, position: int, characters: str) -> int:

@@ -18,6 +18,7 @@ from moongate.engine_plugins.vllm_facts import (
     read_cache_facts,
     read_models,
     read_publishers,
+    takes_token_ids,
 )
 from moongate.gateway.engine_api import EngineCallFailed
 from moongate.gateway.links import Link
@@ -32,6 +33,7 @@ class Description:
 
     facts: InstanceFacts
     publishers: tuple[Publisher, ...]
+    takes_ids: bool  # a version of vLLM that takes token ids in place of a chat's text
 
 
 async def describe(link: Link) -> Description:
@@ -53,7 +55,17 @@ async def describe(link: Link) -> Description:
             ranks=() if ranks in ((), (0,)) else ranks,
         ),
         publishers,
+        await _find_takes_ids(link),
     )
+
+
+async def _find_takes_ids(link: Link) -> bool:
+    try:
+        return takes_token_ids(await link.api.get_json("/version"))
+    except EngineCallFailed as error:
+        if error.status is None:
+            raise
+        return False
 
 
 async def _find_models(link: Link) -> tuple[ModelCard, ...]:

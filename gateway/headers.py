@@ -6,7 +6,8 @@ each side frames its own. A client's credentials go to an engine only where the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import random
+from collections.abc import Collection, Container, Mapping
 
 RawHeaders = Collection[tuple[bytes, bytes]]
 
@@ -28,6 +29,9 @@ REPLACED_IN_REQUESTS = frozenset(
     # The rank is ours to choose: a client's would name a cache that this instance may not have.
     {b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank"}
 )
+NEVER_FORWARDED = HOP_BY_HOP | REPLACED_IN_REQUESTS
+NEVER_FORWARDED_OR_SECRET = NEVER_FORWARDED | CREDENTIALS
+NEVER_ANSWERED = HOP_BY_HOP | {b"date"}
 REQUEST_ID_CHARS_MAX = 128
 
 
@@ -41,19 +45,16 @@ def read_headers(raw: RawHeaders) -> dict[str, str]:
 
 def request_headers(
     raw: RawHeaders, *, request_id: str, forward_credentials: bool, api_key: str | None
-) -> list[tuple[str, str]]:
+) -> list[tuple[bytes, bytes]]:
     """Return the headers that an engine gets. Its own key, where it has one, replaces any other."""
-    dropped = HOP_BY_HOP | REPLACED_IN_REQUESTS | _named_by_connection(raw)
-    if not forward_credentials or api_key is not None:
-        dropped |= CREDENTIALS
+    keeps_credentials = forward_credentials and api_key is None
+    dropped = NEVER_FORWARDED if keeps_credentials else NEVER_FORWARDED_OR_SECRET
     headers = [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in raw
-        if name.lower() not in dropped and not name.lower().startswith(b"x-moongate-")
+        header for header in _without(raw, dropped, ()) if not header[0].startswith(b"x-moongate-")
     ]
-    headers.append(("x-request-id", request_id))
+    headers.append((b"x-request-id", request_id.encode("latin-1")))
     if api_key is not None:
-        headers.append(("authorization", f"Bearer {api_key}"))
+        headers.append((b"authorization", b"Bearer " + api_key.encode("latin-1")))
     return headers
 
 
@@ -62,20 +63,33 @@ def response_headers(raw: RawHeaders, ours: Mapping[str, str]) -> list[tuple[byt
 
     The date is left to the server that sends the answer, which adds its own.
     """
-    own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in ours.items()]
-    dropped = HOP_BY_HOP | {b"date"} | _named_by_connection(raw) | {name for name, _ in own}
-    kept = [(name.lower(), value) for name, value in raw if name.lower() not in dropped]
-    return kept + own
+    own = {name.encode("latin-1"): value.encode("latin-1") for name, value in ours.items()}
+    return [*_without(raw, NEVER_ANSWERED, own), *own.items()]
 
 
-def _named_by_connection(raw: RawHeaders) -> set[bytes]:
-    """Return the headers that the connection header declares hop-by-hop."""
-    return {
-        part.strip().lower()
-        for name, value in raw
-        if name.lower() == b"connection"
-        for part in value.split(b",")
-    }
+def _without(
+    raw: RawHeaders, dropped: Container[bytes], others: Container[bytes]
+) -> list[tuple[bytes, bytes]]:
+    """Return headers, names in lower case, without these, and without those hop-by-hop."""
+    kept, connection = [], b""
+    for name, value in raw:
+        name = name.lower()  # noqa: PLW2901 - on the hot path
+        if name == b"connection":
+            connection = b"%b,%b" % (connection, value)
+        elif name not in dropped and name not in others:
+            kept.append((name, value))
+    if not connection:
+        return kept
+    named = {part.strip() for part in connection.lower().split(b",")}
+    return [header for header in kept if header[0] not in named]
+
+
+_ids = random.Random()  # noqa: S311 - ids are told apart, never relied on
+
+
+def make_request_id() -> str:
+    """Return a new request id: 128 bits of chance as hex, at a tenth of what `uuid4` costs."""
+    return f"{_ids.getrandbits(128):032x}"
 
 
 def clean_request_id(given: str | None) -> str | None:

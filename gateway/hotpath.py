@@ -1,20 +1,19 @@
-"""The proxied routes as plain ASGI: receive, route, relay.
+"""The proxied routes: read, route, relay.
 
-Theory of operation. Each request is an `_Exchange`, run as a task beside a watch on the client: when
-the client leaves, at whatever point, the task is cancelled, and its `finally` blocks close the
-connection to the engine (which so learns that it should stop) and give the reservation back. Nothing
-is sent to the client before the engine's status is known, so until then an attempt may be repeated
-on another instance; what is repeated, and where, the core decides.
+Theory of operation. Each request is an `_Exchange`, run as a task that is cancelled when its client
+leaves, at whatever point; its `finally` blocks close the connection to the engine (which so learns
+that it should stop) and give the reservation back. Nothing is sent to the client before the engine's
+first byte, so until then an attempt may be repeated on another instance; what is repeated, and where,
+the core decides. From then on the engine's bytes go from its connection to the client's without a task
+in between.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from moongate.gateway.body import (
     Body,
@@ -23,26 +22,31 @@ from moongate.gateway.body import (
     parse_body,
     without_key,
 )
+from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, error_body, stream_error_events
 from moongate.gateway.headers import (
     clean_request_id,
+    make_request_id,
     read_headers,
     request_headers,
     response_headers,
 )
+from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding
 from moongate.gateway.links import Links
 from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.receipt import receipt_headers
-from moongate.gateway.routes import Route
+from moongate.gateway.routes import PromptKind
 from moongate.gateway.settings import Settings
 from moongate.gateway.sse import EventSplitter, ends_stream
+from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked, without_usage_events
 from moongate.gateway.upstream import (
+    Answer,
     Disconnected,
+    PoolFull,
     TimedOut,
     Unreachable,
-    UpstreamAnswer,
     UpstreamError,
 )
 from moongate.gateway.usage import UsageReader
@@ -62,17 +66,12 @@ from moongate.router import (
 
 logger = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-KV_TRANSFER_PARAMS = "kv_transfer_params"
-"""Names another instance to fetch KV from, or token ids in place of the prompt: not for clients."""
-
 ERROR_TEXT_BYTES_MAX = 65_536
 """An engine's plain-text error is wrapped into JSON up to this length."""
 
-SHED_CODES = frozenset({"no_instance", "queue_full", "body_too_large", "headers_too_large"})
+SHED_CODES = frozenset(
+    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
+)
 """Refusals for want of room, which `moongate_rejected_total` counts by reason."""
 
 CLIENT_LEFT_STATUS = 499
@@ -104,116 +103,55 @@ class HotPath:
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
+        self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self._requests = 0
 
-    async def __call__(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        self._requests += 1
-        exchange = _Exchange(self, route, scope, send, RequestId(str(self._requests)))
-        try:
-            raw = await _read_body(scope, receive, self.settings)
-        except GatewayError as error:
-            await exchange.refuse(error)
-            return
-        except _ClientLeft:
-            return
-        work = asyncio.ensure_future(exchange.run(raw))
-        watch = asyncio.ensure_future(_until_client_leaves(receive))
-        try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watch.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-        if not work.cancelled():
-            work.result()  # a bug of ours shows in the server's log
+    async def answer(self, client: ClientRequest) -> None:
+        """Answer a request whose body is complete."""
+        await self._exchange(client).run()
 
-    async def refuse(self, route: Route, scope: Scope, send: Send, error: GatewayError) -> None:
+    def refuse(self, client: ClientRequest, error: GatewayError) -> None:
         """Answer a request that is refused before its body is read."""
+        self._exchange(client).refuse(error)
+
+    def _exchange(self, client: ClientRequest) -> _Exchange:
         self._requests += 1
-        await _Exchange(self, route, scope, send, RequestId(str(self._requests))).refuse(error)
+        return _Exchange(self, client, RequestId(str(self._requests)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An answer that has begun: its first bytes (none: it is empty), and what follows them."""
+    """An answer that has begun, and its first bytes (none: it is empty)."""
 
-    answer: UpstreamAnswer
+    answer: Answer
     first: bytes
-    chunks: AsyncIterator[bytes]
-
-
-class _ClientLeft(Exception):
-    """The client closed its connection before its request was complete."""
-
-
-async def _read_body(scope: Scope, receive: Receive, settings: Settings) -> bytes:
-    """Return the whole body. Raises: GatewayError (413, 431), _ClientLeft."""
-    limits = settings.limits
-    header_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-    if header_bytes > limits.headers_bytes_max:
-        message = f"the headers have {header_bytes} bytes; {limits.headers_bytes_max} are allowed"
-        raise GatewayError(431, message, "headers_too_large")
-    length = next((v for n, v in scope["headers"] if n == b"content-length"), b"0")
-    _check_length(int(length) if length.isdigit() else 0, limits.body_bytes_max)
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message_ = await receive()
-        if message_["type"] == "http.disconnect":
-            raise _ClientLeft
-        chunk = message_.get("body", b"")
-        size += len(chunk)
-        _check_length(size, limits.body_bytes_max)
-        chunks.append(chunk)
-        if not message_.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-def _check_length(size: int, bytes_max: int) -> None:
-    if size > bytes_max:
-        raise GatewayError(
-            413, f"the body is larger than {bytes_max} bytes", "body_too_large",
-            headers={"connection": "close"},
-        )  # fmt: skip
-
-
-async def _until_client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Exchange:
-    """One request from its parsed body to the end of its answer."""
+    """One request from its body to the end of its answer."""
 
-    def __init__(
-        self, path: HotPath, route: Route, scope: Scope, send: Send, request_id: RequestId
-    ) -> None:
+    def __init__(self, path: HotPath, client: ClientRequest, request_id: RequestId) -> None:
         self._path = path
-        self._route = route
-        query = scope["query_string"].decode("latin-1")
-        # The path as the table has it, however the client spelled it.
-        self._target = f"{route.template}?{query}" if query else route.template
-        self._scope = scope
-        self._send = send
+        self._client = client
+        self._route = client.route
         self._id = request_id
-        self._headers = read_headers(scope["headers"])
+        self._headers = read_headers(client.headers)
         given_id = clean_request_id(self._headers.get("x-request-id"))
-        self._client_id = given_id or uuid.uuid4().hex
+        self._client_id = given_id or make_request_id()
         self._began = path.driver.clock()
         self._model_label = UNKNOWN_MODEL
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_first_byte = False
         self._has_one_choice = True
-        self._has_started = False  # a status has gone to the client
+        self._drops_usage = False  # asked for by us, not by the client
 
     # --- the steps --------------------------------------------------------------------------------
 
-    async def run(self, raw: bytes) -> None:
+    async def run(self) -> None:
         """Parse, route, relay. A cancellation means that the client has left."""
         try:
-            body = self._parse(raw)
+            self._check_method()
+            body = self._parse(self._client.take_body())
             model = self._find_model(body)
             self._model_label = model
             policy = self._find_policy()
@@ -231,14 +169,15 @@ class _Exchange:
             )
             self._has_one_choice = body.fields.get("n") in (None, 1)
             await self._settle(request)
-            await self._forward(self._handle_arrival(request), body)
+            await self._forward(self._handle_arrival(request), body, read)
         except GatewayError as error:
-            await self.refuse(error)
+            self.refuse(error)
         except Exception:
             logger.exception("request %s: a bug of ours", self._client_id)
-            if self._has_started:
-                raise  # the server closes the connection, so the client sees that it is cut
-            await self.refuse(GatewayError(500, "the gateway failed", "internal_error"))
+            if self._client.has_started:
+                self._client.break_off()
+            else:
+                self.refuse(GatewayError(500, "the gateway failed", "internal_error"))
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
             logger.info("request %s: the client left", self._client_id)
@@ -248,13 +187,28 @@ class _Exchange:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
 
+    def _check_method(self) -> None:
+        method = self._client.method
+        if method != "POST":
+            message = f"{self._route.template} takes POST, not {method[:16]}"
+            raise GatewayError(405, message, "method_not_allowed", headers={"allow": "POST"})
+
     def _parse(self, raw: bytes) -> Body:
-        """Return the body, without what only the gateway may say to an engine's KV connector."""
+        """Return the body as engines may get it.
+
+        That is without what only the gateway may say to an engine's KV connector, and, where the
+        operator wants every stream's usage, with the wish for it.
+        """
         body = parse_body(raw, self._route)
         is_allowed = self._path.settings.limits.allow_kv_transfer_params
-        if is_allowed or KV_TRANSFER_PARAMS not in body.fields:
-            return body
-        return parse_body(without_key(raw, KV_TRANSFER_PARAMS), self._route)
+        if not is_allowed and KV_TRANSFER_PARAMS in body.fields:
+            body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
+        has_usage = self._route.kind is not PromptKind.NONE and body.is_stream
+        asks_always = self._path.settings.observability.stream_usage == "always"
+        if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.fields):
+            self._drops_usage = True
+            body = parse_body(with_usage_asked(body.raw, body.fields), self._route)
+        return body
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""
@@ -293,7 +247,7 @@ class _Exchange:
         read = await self._path.prompts.read(self._route, body)
         if read.prompt is not None:
             mode = "exact" if read.prompt.is_exact else "text"
-            metrics.tokenize_seconds.labels(mode).observe(clock() - began)
+            metrics.tokenize_seconds[mode,].observe(clock() - began)
         if read.fallback is not None:
             metrics.route_fallback.labels(read.fallback).inc()
         return read
@@ -325,20 +279,26 @@ class _Exchange:
             headers={"retry-after": str(seconds)},
         )  # fmt: skip
 
-    async def _forward(self, forward: Forward, body: Body) -> None:
+    async def _forward(self, forward: Forward, body: Body, read: ReadPrompt) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
         while True:
             self._note_forward(forward)
             opened: _Opened | None = None
             failure: UpstreamError | None = None
             try:
-                opened = await self._attempt(forward, body)
+                opened = await self._attempt(forward, body, read)
                 command: RequestCommand | None = None
                 if opened.answer.status >= 500:
                     command = self._report(FailureKind.STATUS, opened.answer.status)
                 if not isinstance(command, Forward):
                     await self._relay(opened, forward)
                     return
+            except PoolFull as error:
+                self._finish(Outcome.CLIENT_LEFT)  # the instance has done nothing wrong
+                raise GatewayError(
+                    503, f"the instance's connections are all in use: {error}", "gateway_pool",
+                    headers={"retry-after": "1"},
+                ) from error  # fmt: skip
             except UpstreamError as error:
                 failure = error
                 command = self._report(FAILURES[type(error)])
@@ -350,7 +310,7 @@ class _Exchange:
                 raise _as_gateway_error(failure)
             forward = command
 
-    async def _attempt(self, forward: Forward, body: Body) -> _Opened:
+    async def _attempt(self, forward: Forward, body: Body, read: ReadPrompt) -> _Opened:
         """Return the engine's answer with its first bytes. Raises: UpstreamError.
 
         vLLM sends a stream's headers before it has computed anything, so only the first bytes of
@@ -358,20 +318,28 @@ class _Exchange:
         """
         link = self._path.links.get(forward.holder.instance_id)
         headers = request_headers(
-            self._scope["headers"],
+            self._client.headers,
             request_id=self._client_id,
             forward_credentials=self._path.settings.auth.forward_client_key,
             api_key=link.api_key,
         )
         if forward.holder.rank is not None:
-            headers.append(("x-data-parallel-rank", str(forward.holder.rank)))
-        answer = await link.upstream.send(self._target, headers, body.raw)
-        chunks = answer.chunks()
+            headers.append((b"x-data-parallel-rank", b"%d" % forward.holder.rank))
+        pieces = self._path.id_forwarding.body_for(
+            self._route, body, read, link.api, self._context_tokens()
+        )
+        if len(pieces) > 1:
+            self._path.metrics.ids_forwarded.labels(link.id).inc()
+        answer = await link.upstream.send(self._client.target, headers, pieces)
         try:
-            return _Opened(answer, await anext(chunks, b""), chunks)
+            return _Opened(answer, await answer.read())
         except BaseException:
             answer.close()
             raise
+
+    def _context_tokens(self) -> int | None:
+        card = self._path.driver.core.fleet.model_cards().get(self._model_label)
+        return card.max_model_len_tokens if card is not None else None
 
     def _report(self, kind: FailureKind, status: int | None = None) -> RequestCommand | None:
         """Tell the core of a failed attempt; it says whether there is another."""
@@ -385,11 +353,11 @@ class _Exchange:
     def _note_forward(self, forward: Forward) -> None:
         metrics, decision = self._path.metrics, forward.decision
         instance = forward.holder.instance_id
-        metrics.routed.labels(instance, decision.policy, decision.reason.value).inc()
+        metrics.routed[instance, decision.policy, decision.reason.value].inc()
         if decision.prompt_tokens is not None:
             recompute = max(decision.prompt_tokens - decision.device_tokens, 0)
-            metrics.prompt_tokens.labels("device").inc(decision.device_tokens)
-            metrics.prompt_tokens.labels("recompute").inc(recompute)
+            metrics.prompt_tokens["device",].inc(decision.device_tokens)
+            metrics.prompt_tokens["recompute",].inc(recompute)
 
     def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
         """Give the reservation back, once."""
@@ -402,69 +370,98 @@ class _Exchange:
     async def _relay(self, opened: _Opened, forward: Forward) -> None:
         """Pass an answer on as it is, but for a plain-text error, which is wrapped."""
         answer = opened.answer
-        is_stream = answer.header("content-type").startswith("text/event-stream")
-        self._note_first_byte(forward, shows_prefill=is_stream and answer.status == 200)
-        is_json = "json" in answer.header("content-type")
-        is_encoded = bool(answer.header("content-encoding"))
+        has_events = answer.header(b"content-type").startswith("text/event-stream")
+        self._note_first_byte(opened, forward, shows_prefill=has_events and answer.status == 200)
+        is_json = "json" in answer.header(b"content-type")
+        is_encoded = bool(answer.header(b"content-encoding"))
         if answer.status >= 400 and not is_json and not is_encoded:
             await self._relay_text_error(opened, forward)
             return
-        ours = self._our_headers(forward)
-        await self._start(answer.status, response_headers(answer.raw_headers, ours))
+        headers = response_headers(answer.raw_headers, self._our_headers(forward))
+        is_stream = has_events and not is_encoded  # else its events can't be told apart
         if is_stream:
-            await self._relay_stream(opened, forward)
-        else:
-            await self._relay_body(opened, forward)
+            # Its events may become more or fewer on the way.
+            headers = [header for header in headers if header[0] != b"content-length"]
+        client = self._client
+        client.start(answer.status, headers)
+        client.on_pause, client.on_resume = answer.pause, answer.resume
+        try:
+            if is_stream:
+                await self._relay_stream(opened, forward)
+            else:
+                await self._relay_body(opened, forward)
+        finally:
+            client.on_pause = client.on_resume = None
 
     async def _relay_body(self, opened: _Opened, forward: Forward) -> None:
-        usage = UsageReader()
-        chunk = opened.first
+        answer, last, client, usage = opened.answer, opened.first, self._client, UsageReader()
+
+        def take(piece: bytes) -> None:
+            usage.feed(piece)
+            client.write(piece)
+
         try:
-            while chunk:
-                usage.feed(chunk)
-                await self._send_chunk(chunk, more=True)
-                chunk = await anext(opened.chunks, b"")
+            if answer.is_complete:
+                last += await answer.read()  # what came with its end
+            else:
+                if last:
+                    take(last)
+                await answer.relay(take)
+                last = b""
         except UpstreamError as error:
-            # Without the last body message the server closes the connection, which is how a client
-            # learns that what it has is not all.
-            self._break_off(opened.answer.status, forward, error)
+            # The connection is closed before the body's end, which is how a client learns that what
+            # it has is not all.
+            self._break_off(answer.status, forward, error)
+            client.break_off()
             return
-        self._end(opened.answer.status, usage)
-        await self._send_chunk(b"", more=False)
+        usage.feed(last)
+        self._end(answer.status, usage)
+        client.finish(last)
 
     async def _relay_stream(self, opened: _Opened, forward: Forward) -> None:
         """Pass whole events on as they come; end a stream that breaks off with an error event."""
-        splitter, usage = EventSplitter(), UsageReader()
-        chunk = opened.first
-        limit_s: float | None = None
+        answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
         try:
-            while chunk:
-                ready = splitter.feed(chunk)
-                if ready:
-                    usage.feed(ready)
-                    await self._send_chunk(ready, more=True)
-                if ends_stream(ready):
-                    limit_s = END_OF_STREAM_S
-                chunk = await asyncio.wait_for(anext(opened.chunks, b""), limit_s)
+            async with asyncio.timeout(None) as limit:
+                take = self._event_taker(splitter, usage, limit)
+                take(opened.first)
+                await answer.relay(take)
         except TimeoutError:
             logger.info("request %s: the engine left its ended stream open", self._client_id)
         except UpstreamError as error:
-            self._break_off(opened.answer.status, forward, error)
+            self._break_off(answer.status, forward, error)
             message = f"the engine broke its answer off: {_describe(error)}"
-            events = stream_error_events(message, "engine_disconnected")
-            await self._send_chunk(events, more=False)
+            self._client.finish(stream_error_events(message, "engine_disconnected"))
             return
-        if splitter.held:
-            usage.feed(splitter.held)
-            await self._send_chunk(splitter.held, more=True)
-        self._end(opened.answer.status, usage)
-        await self._send_chunk(b"", more=False)
+        usage.feed(splitter.held)
+        self._end(answer.status, usage)
+        self._client.finish(splitter.held)
+
+    def _event_taker(
+        self, splitter: EventSplitter, usage: UsageReader, limit: asyncio.Timeout
+    ) -> Callable[[bytes], None]:
+        """Return what is done with each piece of a stream, as it comes."""
+        client, loop, drops_usage = self._client, asyncio.get_running_loop(), self._drops_usage
+
+        def take(piece: bytes) -> None:
+            events = splitter.feed(piece)
+            if not events:
+                return
+            usage.feed(events)
+            if limit.when() is None and ends_stream(events):
+                limit.reschedule(loop.time() + END_OF_STREAM_S)
+            if drops_usage:
+                events = without_usage_events(events)
+            if events:
+                client.write(events)
+
+        return take
 
     async def _relay_text_error(self, opened: _Opened, forward: Forward) -> None:
         answer, text = opened.answer, opened.first
         try:
-            while len(text) < ERROR_TEXT_BYTES_MAX and (chunk := await anext(opened.chunks, b"")):
-                text += chunk
+            while len(text) < ERROR_TEXT_BYTES_MAX and (piece := await answer.read()):
+                text += piece
         except UpstreamError as error:
             logger.info("request %s: the error's text broke off: %s", self._client_id, error)
         message = text[:ERROR_TEXT_BYTES_MAX].decode("utf-8", "replace").strip()
@@ -475,10 +472,10 @@ class _Exchange:
             "content-length": str(len(body)),
         }
         self._end(answer.status, UsageReader())
-        await self._start(answer.status, response_headers(answer.raw_headers, ours))
-        await self._send_chunk(body, more=False)
+        self._client.start(answer.status, response_headers(answer.raw_headers, ours))
+        self._client.finish(body)
 
-    async def refuse(self, error: GatewayError) -> None:
+    def refuse(self, error: GatewayError) -> None:
         """Answer with an error of the gateway's own."""
         self._count(error.status)
         if error.code in SHED_CODES:
@@ -490,8 +487,8 @@ class _Exchange:
             "x-request-id": self._client_id,
             **error.headers,
         }
-        await self._start(error.status, response_headers((), headers))
-        await self._send_chunk(body, more=False)
+        self._client.start(error.status, response_headers((), headers))
+        self._client.finish(body)
 
     def _our_headers(self, forward: Forward) -> dict[str, str]:
         headers = {"x-request-id": self._client_id}
@@ -499,22 +496,16 @@ class _Exchange:
             headers |= receipt_headers(forward.decision)
         return headers
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._has_started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def _send_chunk(self, chunk: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
-
     # --- counting ---------------------------------------------------------------------------------
 
-    def _note_first_byte(self, forward: Forward, *, shows_prefill: bool) -> None:
+    def _note_first_byte(self, opened: _Opened, forward: Forward, *, shows_prefill: bool) -> None:
         if not self._is_reserved or self._has_first_byte:
             return
         self._has_first_byte = True
-        self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
+        if shows_prefill or not opened.answer.is_complete:  # else its end follows at once
+            self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
         elapsed_s = self._path.driver.clock() - self._began
-        self._path.metrics.ttft_seconds.labels(forward.holder.instance_id).observe(elapsed_s)
+        self._path.metrics.ttft_seconds[forward.holder.instance_id,].observe(elapsed_s)
 
     def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
@@ -534,7 +525,7 @@ class _Exchange:
 
     def _count(self, status: int) -> None:
         metrics = self._path.metrics
-        metrics.requests.labels(self._route.template, self._model_label, str(status)).inc()
+        metrics.requests[self._route.template, self._model_label, str(status)].inc()
         metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
 
 

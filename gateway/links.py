@@ -55,6 +55,7 @@ def _open(instance: InstanceSettings, settings: Settings) -> Link:
             instance.url,
             connect_timeout_s=limits.connect_timeout_s,
             read_timeout_s=limits.upstream_timeout_s,
+            connections_max=limits.connections_per_instance_max,
         ),
         api=EngineApi(instance.url, timeout_s=settings.health.timeout_s, api_key=api_key),
         api_key=api_key,

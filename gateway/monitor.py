@@ -152,7 +152,9 @@ class Monitor:
                 continue
             # An adapter's root is its own directory; its prompts are made with the base model's.
             root = next(iter(roots), None) if card.is_adapter else card.root
-            way = await self._prompts.learn(card.name, root, watch.link.api)
+            way = await self._prompts.learn(
+                card.name, root, watch.link.api, takes_ids=description.takes_ids
+            )
             if watch.tokenized_as.get(card.name) != way:
                 logger.info("instance %s, model %s: tokenised %s", watch.link.id, card.name, way)
             watch.tokenized_as[card.name] = way

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -18,6 +19,7 @@ import uvicorn
 import uvloop
 
 from moongate.gateway.app import Gateway
+from moongate.gateway.client_protocol import ClientProtocol
 from moongate.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class GatewayServer:
         self._server = _Server(
             uvicorn.Config(
                 gateway,
-                http="httptools",
+                http=ClientProtocol,
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -103,6 +105,17 @@ def handle_signals(server: GatewayServer) -> None:
     )
 
 
+def spare_collector() -> None:
+    """Let the garbage collector look at less, and less often.
+
+    What was imported stays for good, and requests leave few cycles behind: with Python's own
+    thresholds a twentieth of a request's time went into looking for garbage.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 def run(settings: Settings) -> None:
     """Serve until a signal asks to stop. Raises: ListenError."""
     sock = listen(settings.listen.host, settings.listen.port)
@@ -112,6 +125,7 @@ def run(settings: Settings) -> None:
         handle_signals(server)
         host = settings.listen.host
         logger.info("moongate listens on http://%s:%d", host, server.port)
+        spare_collector()
         await server.serve()
 
     uvloop.run(main())

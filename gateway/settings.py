@@ -112,7 +112,10 @@ class LimitsSettings(_Section):
     queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # requests whose prompt is being read
     upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
     connect_timeout_s: Seconds = 5.0  # for a connection to an engine
-    index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000  # about 250 bytes each
+    index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000  # about 200 bytes each
+    prompt_memory_bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # what was tokenised before
+    # Requests that one instance may have from this gateway at a time; null: as many as come.
+    connections_per_instance_max: Annotated[int, Field(ge=1)] | None = None
     allow_kv_transfer_params: bool = False  # let clients speak to the engine's KV connector
 
 
@@ -132,16 +135,23 @@ class PolicySettings(_Section):
         return self
 
 
+_ON_OFF = {True: "on", False: "off"}
+"""YAML reads an unquoted `on` or `off` as true or false."""
+
+
 class TokenizerSettings(_Section):
     """How prompts become token ids."""
 
-    # YAML reads an unquoted `off` as false.
     mode: Annotated[
         Literal["auto", "local", "remote", "off"],
         BeforeValidator(lambda mode: "off" if mode is False else mode),
     ] = "auto"
     path: str | None = None  # a model directory; None: where the engine says it loaded the model
     budget_ms: Annotated[float, Field(gt=0, le=60_000)] = 200.0  # then routed by what is known
+    # Hand the ids to the engine, so that it need not tokenise again; auto: where that pays.
+    forward_ids: Annotated[
+        Literal["auto", "on", "off"], BeforeValidator(lambda way: _ON_OFF.get(way, way))
+    ] = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> TokenizerSettings:
@@ -224,6 +234,8 @@ class ObservabilitySettings(_Section):
     """What is told about requests."""
 
     receipt_headers: bool = True
+    # always: ask engines for the usage of every stream, and keep it from clients that didn't.
+    stream_usage: Literal["asked", "always"] = "asked"
 
 
 class Settings(_Section):
@@ -259,9 +271,7 @@ LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
     ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),
     ("observability", "otlp_endpoint"): (None,),
-    ("observability", "stream_usage"): ("asked",),
     ("observability", "keep_text"): (False,),
-    ("tokenizer", "forward_ids"): ("off", "auto"),
     ("auth", "admin_key_env"): (None,),
 }
 """Keys of the contract that have one meaning only in this version: accepted with these values, which

@@ -6,11 +6,20 @@ one can still be ended with a proper error event; the bytes that a client receiv
 
 from __future__ import annotations
 
+import re
+
 HELD_BYTES_MAX = 1 << 20
 """An event longer than this is forwarded in pieces rather than gathered without end."""
 
+_BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
-END_MARK = b"data: [DONE]"
+_END = re.compile(
+    rb"^(?:data: ?\[DONE\]|data: ?\{\"error\": ?[{\"]|event: ?(?:error|message_stop)\b"
+    rb"|event: ?response\.(?:completed|failed|incomplete)\b)",
+    re.MULTILINE,
+)
+"""What ends a stream, by API family: chat and completions, messages, responses. A model may write the
+same words, but inside of JSON, so never at a line's beginning."""
 
 
 class EventSplitter:
@@ -26,6 +35,8 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Return all bytes up to the end of the last complete event; possibly none."""
+        if not self._held and chunk.endswith(b"\n\n"):
+            return chunk  # whole events, as engines mostly send them
         data = self._held + chunk if self._held else chunk
         end = _last_boundary(data)
         if end == len(data) or len(data) - end > HELD_BYTES_MAX:
@@ -37,15 +48,14 @@ class EventSplitter:
 
 def _last_boundary(data: bytes) -> int:
     """Return the position behind the last empty line, 0 if there is none."""
-    ends = (
-        data.rfind(mark) + len(mark) for mark in (b"\n\n", b"\r\n\r\n", b"\r\r") if mark in data
-    )
+    ends = (data.rfind(mark) + len(mark) for mark in _BOUNDARIES if mark in data)
     return max(ends, default=0)
 
 
 def ends_stream(events: bytes) -> bool:
-    """Tell whether whole events have the end mark of chat and completions among them.
+    """Tell whether whole events have one among them after which nothing follows.
 
-    A model may write the mark's words itself, but inside of JSON, so never at a line's beginning.
+    What is no whole event, a piece of one that was too long to gather, is still followed by its rest.
     """
-    return events.startswith(END_MARK) or b"\n" + END_MARK in events
+    may_end = b"[DONE]" in events or b'"error"' in events or b"event:" in events
+    return may_end and events.endswith(_BOUNDARIES) and _END.search(events) is not None

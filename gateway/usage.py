@@ -13,6 +13,9 @@ import re
 TAIL_BYTES = 4096
 """`usage` comes last, but for a stream's end mark and an answer's few trailing fields."""
 
+GATHERED_BYTES_MAX = 16 * TAIL_BYTES
+"""Pieces are gathered up to this before they are cut to the tail: most answers never come to it."""
+
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 _COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 
@@ -21,13 +24,18 @@ class UsageReader:
     """Give it the body as it passes; ask it at the end."""
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._pieces: list[bytes] = []
+        self._size = 0
 
     def feed(self, chunk: bytes) -> None:
-        if len(chunk) >= TAIL_BYTES:
-            self._tail = chunk[-TAIL_BYTES:]
-        else:
-            self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        self._pieces.append(chunk)
+        self._size += len(chunk)
+        if self._size > GATHERED_BYTES_MAX:
+            self._pieces = [self._tail()]
+            self._size = len(self._pieces[0])
+
+    def _tail(self) -> bytes:
+        return b"".join(self._pieces)[-TAIL_BYTES:]
 
     def cached_tokens(self) -> int | None:
         """Return the hit that the engine reported, None if it didn't."""
@@ -38,5 +46,5 @@ class UsageReader:
         return self._find(_COMPLETION)
 
     def _find(self, pattern: re.Pattern[bytes]) -> int | None:
-        found = pattern.findall(self._tail)
+        found = pattern.findall(self._tail())
         return int(found[-1]) if found else None

@@ -27,9 +27,6 @@ from moongate.router.model import (
 )
 from moongate.router.policy import Candidate, Policy, RandomBelow, Ranked, Situation
 
-NO_PROMPT = Prompt(0, {})
-"""What is known of a request without a prompt."""
-
 PLACES = 2
 """The one that is chosen, and the runner-up for the receipt."""
 
@@ -49,6 +46,11 @@ class Choice(NamedTuple):
     known: KnownPart  # of the prompt, there
     decision: Decision
     departure: Departure
+
+
+NOTHING = KnownPart((), 1, 0, is_text=True)
+NOWHERE = Departure((), 0, Lineage())
+"""What is known of a request without a prompt, and where it departs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +78,33 @@ class Chooser:
         group = self.table.group(request.model, now, excluded)
         if not group.seats:
             return None
-        prompt = request.prompt or NO_PROMPT
-        chain, block_tokens = _lineage_chain(prompt)
-        history_blocks = self.lineages.find_history(chain)
-        overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
-        candidates = self._candidates(group, overlaps)
-        longest_tokens = max(map(max, overlaps.values()), default=0)
-        shared_blocks = min(longest_tokens // block_tokens, len(chain))
-        lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
+        candidates, departure, history_tokens = self._place(request.prompt, group)
         situation = Situation(
             request=request,
-            prompt_tokens=prompt.token_count,
-            history_tokens=history_blocks * block_tokens,
-            departures=lineage.departures,
+            prompt_tokens=request.prompt.token_count if request.prompt is not None else 0,
+            history_tokens=history_tokens,
+            departures=departure.lineage.departures,
             tokens_per_ms=self.fleet.tokens_per_ms,
             places=len(candidates) if places is None else places,
         )
         ranked = policy.rank(situation, candidates, random_below)
-        chosen = ranked[0].candidate
-        known = prompt.known_in(group.spaces[chosen.holder])
+        holder = ranked[0].candidate.holder
+        known = NOTHING if request.prompt is None else request.prompt.known_in(group.spaces[holder])
         decision = _decision(request, policy, ranked, is_alone=len(candidates) == 1)
-        return Choice(chosen, known, decision, Departure(chain, shared_blocks, lineage))
+        return Choice(ranked[0].candidate, known, decision, departure)
+
+    def _place(self, prompt: Prompt | None, group: Group) -> tuple[list[Candidate], Departure, int]:
+        """Return the candidates with their overlaps, what the prompt continues, and its tokens."""
+        if prompt is None:
+            return self.table.members(group), NOWHERE, 0
+        chain, block_tokens = _lineage_chain(prompt)
+        history_blocks = self.lineages.find_history(chain)
+        overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
+        longest_tokens = max(map(max, overlaps.values()), default=0)
+        shared_blocks = min(longest_tokens // block_tokens, len(chain))
+        lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
+        departure = Departure(chain, shared_blocks, lineage)
+        return self._candidates(group, overlaps), departure, history_blocks * block_tokens
 
     def _overlaps(
         self, prompt: Prompt, group: Group, likely_tokens: int

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
 
 from moongate.router.model import Holder, InstanceId, Reason, RequestId, SourceId, Trust
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateReport:
+class CandidateReport(NamedTuple):
     """One candidate as the policy saw it, for receipts and `explain`. Tokens and milliseconds."""
 
     holder: Holder
@@ -20,11 +21,10 @@ class CandidateReport:
     active_requests: int
     queued_prefill_tokens: int
     cost_ms: float | None  # None: the policy does not work with costs
-    cost_terms_ms: Mapping[str, float] = field(default_factory=dict)
+    cost_terms_ms: Mapping[str, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The outcome of one ranking: `ranking[0]` was chosen. The route receipt is made from it."""
 
     policy: str

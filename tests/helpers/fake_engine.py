@@ -32,6 +32,8 @@ class Received:
         return json.loads(self.body)
 
     async def send(self, data: bytes) -> None:
+        if self.writer.is_closing():
+            raise ConnectionResetError  # uvloop would call it a bug
         self.writer.write(data)
         await self.writer.drain()
 

@@ -50,6 +50,44 @@ async def test_c16_every_field_reaches_the_engine_with_its_value_and_type() -> N
     assert engine.received[0].body == raw
 
 
+async def test_c18_fields_that_a_newer_engine_answers_with_pass() -> None:
+    answered = (
+        b'{"id":"c","prompt_routed_experts":null,"kv_cache_meta":{"a":[1.0]},"choices":[],'
+        b'"usage":{"prompt_tokens":1,"prompt_tokens_details":{"new_x":2}}}'
+    )
+
+    async def answer(request: Received) -> None:
+        await request.answer(200, answered)
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        received = await gateway.chat()
+    assert (received.status_code, received.content) == (200, answered)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_c20_numbers_that_json_has_not_pass_as_they_are(stream: bool) -> None:
+    odd = (
+        b'{"choices":[{"logprobs":{"top_logprobs":[-Infinity,NaN,1E400]}}],"embedding":[-Infinity]}'
+    )
+    streamed = b"data: " + odd + b"\n\ndata: [DONE]\n\n"
+
+    async def answer(request: Received) -> None:
+        if not stream:
+            await request.answer(200, odd)
+            return
+        await request.start_stream()
+        await request.send_chunk(streamed)
+        await request.send_chunk(b"")
+
+    looked_at = {"stream_usage": "always"}
+    async with (
+        FakeEngine(answer) as engine,
+        live_gateway([engine.url], observability=looked_at) as gateway,
+    ):
+        received = await gateway.chat(stream=stream)
+    assert (received.status_code, received.content) == (200, streamed if stream else odd)
+
+
 async def test_c03_a_stream_keeps_its_bytes_however_the_engine_cuts_them() -> None:
     event = stream_event("北京🙂")
 

@@ -13,6 +13,7 @@ from moongate.engine_plugins.vllm_facts import (
     read_cache_facts,
     read_models,
     read_publishers,
+    takes_token_ids,
 )
 from moongate.router.model import ModelCard
 
@@ -207,3 +208,34 @@ def test_one_rank_may_use_a_file() -> None:
 def test_a_rank_without_a_port_is_refused(endpoint: str) -> None:
     with pytest.raises(FactsError):
         offset_port(endpoint, 1)
+
+
+# --- version --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "takes"),
+    [
+        ("0.32.0", True),
+        ("0.32", True),
+        ("0.32.1rc2.dev7+gabc", True),
+        ("0.100.0", True),
+        ("1.0.0", True),
+        ("0.31.9", False),
+        ("0.9.0", False),
+        ("0.4.32", False),
+        ("dev", False),
+        ("", False),
+        ("v0.32.0", False),
+        (None, False),
+        (0.32, False),
+        (["0.32.0"], False),
+    ],
+)
+def test_token_ids_are_taken_since_a_release(version: object, takes: bool) -> None:
+    assert takes_token_ids({"version": version}) is takes
+
+
+@pytest.mark.parametrize("answer", [None, [], "0.32.0", {}, 7])
+def test_an_answer_that_tells_no_version_promises_nothing(answer: object) -> None:
+    assert not takes_token_ids(answer)

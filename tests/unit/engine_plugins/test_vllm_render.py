@@ -13,6 +13,7 @@ from moongate.engine_plugins.vllm_render import (
     ModelRenderer,
     PromptRefused,
     PromptUnsupported,
+    is_text_part,
 )
 
 from .templates import CHATML, DEVELOPER, LLAMA, MACRO, PARTS, QWEN
@@ -84,7 +85,7 @@ def test_empty_parts_give_no_line() -> None:
     assert text_of(PLAIN, user([text_part("a"), text_part(""), text_part("b")])) == "<user>a\nb"
 
 
-@pytest.mark.parametrize("content", [None, "", [], [text_part("")]])
+@pytest.mark.parametrize("content", [None, "", [], [text_part("")], [{"type": "text"}]])
 def test_no_content_is_an_empty_text(content: object) -> None:
     assert text_of(PLAIN, user(content)) == "<user>"
 
@@ -128,10 +129,28 @@ def test_a_tools_result_is_one_text_even_for_a_template_of_parts() -> None:
         {"type": "tool_reference", "name": "f"},
         {"image_url": "x"},
         text_part("a", uuid="u"),
+        {"type": ["text"], "text": "a"},
+        {"type": None, "text": "a"},
     ],
 )
 def test_parts_beyond_text_are_left_to_the_engine(part: object) -> None:
     assert refusal_of(PLAIN, user([part])) == "multimodal"
+
+
+@pytest.mark.parametrize(
+    ("part", "is_text"),
+    [
+        ("a", True),
+        (text_part("a"), True),
+        ({"type": "refusal", "refusal": "r"}, True),
+        (text_part("a", uuid="u"), False),
+        ({"type": "image_url"}, False),
+        ({"type": {}}, False),
+        (7, False),
+    ],
+)
+def test_what_is_text_is_known_before_rendering(part: object, is_text: bool) -> None:
+    assert is_text_part(part) is is_text
 
 
 @pytest.mark.parametrize("content", [7, {"type": "text"}, [7], [{"type": "text", "text": 7}]])
@@ -523,6 +542,38 @@ def test_c19_a_lone_surrogate_is_left_to_the_engine() -> None:
     assert raised.value.reason == "lone_surrogate"
 
 
+@pytest.mark.parametrize(
+    ("templates", "frame"),
+    [
+        ([], ([], [])),
+        (["$A"], ([], [])),
+        (["<s> $A"], ([0], [])),
+        (["$A b <s>"], ([], [2, 0])),
+        (["a a $A a"], ([1, 1], [1])),
+        # The text is between <s> and <s> once more.
+        (["<s> $A", "$A $A"], None),
+    ],
+)
+def test_special_tokens_around_a_text_are_known_unless_they_depend_on_it(
+    templates: list[str], frame: tuple[list[int], list[int]] | None
+) -> None:
+    tokenizer = make_tokenizer()
+    special = [(name, VOCABULARY[name]) for name in ("<s>", "a", "b")]
+    tokenizer.post_processor = processors.Sequence(
+        [processors.TemplateProcessing(single=one, special_tokens=special) for one in templates]
+    )
+    assert ModelRenderer(tokenizer, {}, {}).frame == frame
+
+
+def test_pieces_are_encoded_each_by_itself_without_special_tokens() -> None:
+    assert renderer(PLAIN).encode_pieces(["a b", "", "b"]) == [[1, 2], [], [2]]
+
+
+@pytest.mark.parametrize(("source", "tells"), [(PLAIN, False), ("{{ strftime_now('%d') }}", True)])
+def test_a_template_with_a_clock_is_known(source: str, tells: bool) -> None:
+    assert renderer(PLAIN, tool_use=source).tells_time is tells
+
+
 def test_ids_become_text_again() -> None:
     assert renderer(PLAIN).decode([0, 1, 2]) == "<s> a b"
     assert renderer(PLAIN).vocabulary_size == len(VOCABULARY)
@@ -602,6 +653,19 @@ def test_c106_a_directory_that_is_no_model_says_what_is_wrong(
 def test_c106_an_alias_is_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ModelDirectoryError, match=r"has no tokenizer\.json"):
         ModelRenderer.load(tmp_path / "served-name")
+
+
+def test_a_tokenizer_that_can_not_encode_is_no_model(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelDirectoryError, match=r"can't be used: .*\[UNK\]"):
+        ModelRenderer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model", "tokenizer.model.v3"])
+def test_mistrals_own_formats_are_left_to_the_engine(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelDirectoryError, match=r"has no tokenizer\.json"):
+        ModelRenderer.load(tmp_path)
 
 
 def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from moongate.gateway.body import (
     find_session_key,
     find_user,
     parse_body,
+    with_fields,
     without_key,
 )
 from moongate.gateway.errors import GatewayError
@@ -175,6 +176,78 @@ def test_a_key_in_a_text_is_no_key() -> None:
     assert chat(x='"model" "model" \\u006f').model == "m"
 
 
+PARAMETERS = {
+    "type": "object",
+    "properties": {"model": {"type": "string"}, "stream": {"type": "boolean"}},
+    "required": ["model", "stream"],
+}
+TOOLS = [{"type": "function", "function": {"name": f"f{n}", "parameters": PARAMETERS}}
+         for n in range(200)]  # fmt: skip
+
+
+def test_the_parameters_of_tools_may_have_any_name() -> None:
+    body = chat(tools=TOOLS, stream=True)
+    assert (body.model, body.is_stream, body.is_lenient) == ("m", True, False)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        b'"model":"n"',
+        b'"model" : "n"',
+        b'"m\\u006fdel":"n"',
+        b'"\\u006d\\u006F\\u0064\\u0065\\u006c":"n"',
+        b'"x":{"model":1},"model":"n"',
+        b'"model":{"model":1}',
+        b'"x":"model","model":"n"',
+        b'"x":"\\"model\\"","model":"n"',
+        b'"tools":[],"model":"n"',  # of a key given twice but the last value is looked at
+    ],
+)
+@pytest.mark.parametrize("lenient", [b"", b',"y":NaN', b',"y":"\\ud83d"'])
+def test_a_key_hidden_among_tools_may_not_be_given_twice(second: bytes, lenient: bytes) -> None:
+    tools = b'"tools":' + orjson.dumps(TOOLS)
+    raw = b'{"model":"m",' + tools + b"," + CHAT_BYTES + b"," + second + lenient + b"}"
+    assert refusal_of(raw) == (400, "model: given twice", "model")
+    swapped = b"{" + second + b"," + tools + b"," + CHAT_BYTES + b',"model":"m"' + lenient + b"}"
+    assert refusal_of(swapped) == (400, "model: given twice", "model")
+
+
+def test_a_stream_given_twice_among_tools_is_refused() -> None:
+    tools = b'"tools":' + orjson.dumps(TOOLS)
+    for second in (b'"stream":false', b'"str\\u0065am":true'):
+        raw = b'{"model":"m","stream":true,' + tools + b"," + CHAT_BYTES + b"," + second + b"}"
+        assert refusal_of(raw) == (400, "stream: given twice", "stream")
+
+
+NESTED = st.recursive(
+    st.sampled_from([1, None, "model", '"model"', "stream"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["model", "stream", "x", '"model']), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["model", "x", "y", "m\\u006fdel"]), NESTED), max_size=5),
+    st.integers(0, 5),
+)
+def test_a_key_is_given_twice_if_it_is_so_at_the_top(
+    pairs: list[tuple[str, object]], position: int
+) -> None:
+    pairs = [("stream", False), ("messages", MESSAGES), *pairs]
+    pairs.insert(position, ("model", "m"))
+    members = [f'"{name}":{json.dumps(value)}' for name, value in pairs]
+    raw = ("{" + ",".join(members) + "}").encode()
+    is_twice = sum(name in ("model", "m\\u006fdel") for name, _ in pairs) > 1
+    if is_twice:
+        assert refusal_of(raw) == (400, "model: given twice", "model")
+    else:
+        assert parse_body(raw, CHAT).model == "m"
+
+
 def test_looking_for_keys_given_twice_ends_at_any_depth() -> None:
     nested = b"[" * 1020 + b"]" * 1020
     raw = b'{"model":"m",' + CHAT_BYTES + b',"x":' + nested + b',"y":{"model":1}}'
@@ -271,3 +344,29 @@ def test_a_byte_order_mark_is_taken_as_engines_take_it() -> None:
     raw = b"\xef\xbb\xbf" + b'{"model":"m",' + CHAT_BYTES + b"}"
     body = parse_body(raw, CHAT)
     assert (body.model, body.is_lenient, body.raw) == ("m", True, raw)
+
+
+# --- fields added ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'{"a":1}', b'{"a":1,"k":2}'),
+        (b' { "a": {"b": "}"} } \n', b' { "a": {"b": "}"} ,"k":2} \n'),
+        (b'{"a":"\xc3\xa9\\ud83d"}', b'{"a":"\xc3\xa9\\ud83d","k":2}'),
+    ],
+)
+def test_fields_are_added_behind_a_bodys_own(raw: bytes, expected: bytes) -> None:
+    assert b"".join(with_fields(raw, b'"k":2')) == expected
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", '"', "}", ","]), VALUES, min_size=1),
+    st.sampled_from([None, 0, 2]),
+)
+def test_added_fields_change_nothing_else(fields: dict[str, object], indent: int | None) -> None:
+    raw = json.dumps(fields, indent=indent).encode()
+    added = b"".join(with_fields(raw, b'"k":[1,{"x":2}]'))
+    assert json.loads(added) == {**fields, "k": [1, {"x": 2}]}
+    assert added.startswith(raw[:-1].rstrip())

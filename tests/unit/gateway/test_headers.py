@@ -6,6 +6,7 @@ from moongate.gateway.headers import (
     CREDENTIALS,
     HOP_BY_HOP,
     clean_request_id,
+    make_request_id,
     read_headers,
     request_headers,
     response_headers,
@@ -14,17 +15,20 @@ from moongate.gateway.headers import (
 Raw = list[tuple[bytes, bytes]]
 
 
-def sent(raw: Raw, *, forward: bool = False, api_key: str | None = None) -> list[tuple[str, str]]:
+OURS = (b"x-request-id", b"r1")
+
+
+def sent(raw: Raw, *, forward: bool = False, api_key: str | None = None) -> Raw:
     return request_headers(raw, request_id="r1", forward_credentials=forward, api_key=api_key)
 
 
-def test_ordinary_headers_reach_the_engine_as_they_are() -> None:
+def test_ordinary_headers_reach_the_engine() -> None:
     raw = [(b"Content-Type", b"application/json"), (b"x-session-id", b"\xe9"), (b"accept", b"*/*")]
     assert sent(raw) == [
-        ("Content-Type", "application/json"),
-        ("x-session-id", "é"),
-        ("accept", "*/*"),
-        ("x-request-id", "r1"),
+        (b"content-type", b"application/json"),
+        (b"x-session-id", b"\xe9"),
+        (b"accept", b"*/*"),
+        OURS,
     ]
 
 
@@ -37,31 +41,40 @@ def test_ordinary_headers_reach_the_engine_as_they_are() -> None:
     ],
 )
 def test_what_belongs_to_one_connection_or_to_the_gateway_stays(name: bytes) -> None:
-    assert sent([(name, b"x"), (name.upper(), b"y")]) == [("x-request-id", "r1")]
+    assert sent([(name, b"x"), (name.upper(), b"y")]) == [OURS]
 
 
 def test_headers_that_the_connection_header_names_stay() -> None:
     raw = [(b"Connection", b"close, X-Private"), (b"x-private", b"1"), (b"x-public", b"2")]
-    assert sent(raw) == [("x-public", "2"), ("x-request-id", "r1")]
+    assert sent(raw) == [(b"x-public", b"2"), OURS]
+
+
+def test_of_several_connection_headers_each_counts() -> None:
+    raw = [(b"connection", b"x-a"), (b"X-A", b"1"), (b"Connection", b" X-B ,"), (b"x-b", b"2")]
+    assert sent([*raw, (b"x-c", b"3")]) == [(b"x-c", b"3"), OURS]
+    assert response_headers([*raw, (b"x-c", b"3")], {}) == [(b"x-c", b"3")]
 
 
 @pytest.mark.parametrize("name", sorted(CREDENTIALS))
 def test_a_clients_credentials_go_on_only_where_that_is_wanted(name: bytes) -> None:
     raw = [(name, b"secret")]
-    assert sent(raw) == [("x-request-id", "r1")]
-    assert sent(raw, forward=True) == [(name.decode(), "secret"), ("x-request-id", "r1")]
+    assert sent(raw) == [OURS]
+    assert sent(raw, forward=True) == [(name, b"secret"), OURS]
 
 
 def test_the_engines_own_key_replaces_the_clients() -> None:
     raw = [(b"authorization", b"Bearer client"), (b"x-api-key", b"client")]
     assert sent(raw, forward=True, api_key="engine") == [
-        ("x-request-id", "r1"),
-        ("authorization", "Bearer engine"),
+        OURS,
+        (b"authorization", b"Bearer engine"),
     ]
 
 
 def test_repeated_headers_are_sent_repeatedly() -> None:
-    assert sent([(b"accept", b"a"), (b"accept", b"b")])[:2] == [("accept", "a"), ("accept", "b")]
+    assert sent([(b"accept", b"a"), (b"accept", b"b")])[:2] == [
+        (b"accept", b"a"),
+        (b"accept", b"b"),
+    ]
 
 
 def test_an_answers_headers_come_back_with_ours_in_place_of_equal_names() -> None:
@@ -108,3 +121,10 @@ def test_a_request_id_is_echoed_if_it_can_be_logged_safely(
     given: str | None, kept: str | None
 ) -> None:
     assert clean_request_id(given) == kept
+
+
+def test_a_request_id_of_ours_is_no_other_and_could_be_a_clients() -> None:
+    made = {make_request_id() for _ in range(1000)}
+    assert len(made) == 1000
+    assert {len(request_id) for request_id in made} == {32}
+    assert all(clean_request_id(request_id) == request_id for request_id in made)

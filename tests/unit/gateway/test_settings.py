@@ -97,6 +97,19 @@ def test_a_header_name_is_compared_in_lower_case() -> None:
     assert parse("session: {header: X-Agent}\n" + ONE).session.header == "x-agent"
 
 
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [("auto", "auto"), ("on", "on"), ("off", "off"), ("'on'", "on"), ("'off'", "off")],
+)
+def test_token_ids_are_handed_on_or_not_however_yaml_reads_it(given: str, way: str) -> None:
+    assert parse(f"tokenizer: {{forward_ids: {given}}}\n" + ONE).tokenizer.forward_ids == way
+
+
+def test_the_usage_of_streams_can_be_asked_for_always() -> None:
+    settings = parse("observability: {stream_usage: always}\n" + ONE)
+    assert settings.observability.stream_usage == "always"
+
+
 def test_an_engines_key_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONGATE_TEST_KEY", "secret")
     assert parse(instance("api_key_env: MOONGATE_TEST_KEY")).instances[0].api_key_env == (
@@ -132,6 +145,19 @@ SECTIONS = (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
             "approximate_weight, degraded_weight, history_weight, session_ms"),
+        ),
+        (
+            "tokenizer: {forward_ids: always}\n",
+            "1: tokenizer.forward_ids: Input should be 'auto', 'on' or 'off'; got 'always'",
+        ),
+        (
+            "observability: {stream_usage: never}\n",
+            "1: observability.stream_usage: Input should be 'asked' or 'always'; got 'never'",
+        ),
+        (
+            "limits: {connections_per_instance_max: 0}\n",
+            ("1: limits.connections_per_instance_max: Input should be greater than or equal to 1; "
+            "got 0"),
         ),
         ("health:\n  interval_s: 0\n", "2: health.interval_s: Input should be greater than 0; got 0"),
         (
@@ -294,8 +320,6 @@ def test_all_problems_are_told_at_once() -> None:
         "pool: {}",
         "state: {kind: memory, url: null}",
         "discovery: {kind: static}",
-        "tokenizer: {forward_ids: 'off'}",
-        "observability: {stream_usage: asked}",
     ],
 )
 def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
@@ -309,10 +333,6 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
         ("pool: {master: 'h:1'}", "pool.master: this version supports null only: 'h:1'"),
         ("pool: none", "pool: expected keys and values, such as {kind: none}"),
         ("state: {kind: redis}", "state.kind: this version supports memory only: 'redis'"),
-        (
-            "tokenizer: {forward_ids: always}",
-            "tokenizer.forward_ids: this version supports off or auto only: 'always'",
-        ),
         (
             "observability: {keep_text: true}",
             "observability.keep_text: this version supports false only: True",

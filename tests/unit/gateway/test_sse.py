@@ -74,16 +74,55 @@ def test_any_split_gives_the_same_bytes_in_whole_events(
     assert held == rest.encode()
 
 
+ENDS = [
+    b"data: [DONE]\n\n",
+    b"data:[DONE]\n\n",
+    b'data: {"error":{"message":"x"}}\n\n',
+    b'data: {"error": {"message":"x"}}\n\n',
+    b'data: {"error":"x"}\n\n',
+    b"event: error\ndata: {}\n\n",
+    b"event:error\ndata: {}\n\n",
+    b"event: message_stop\ndata: {}\n\n",
+    b"event: response.completed\ndata: {}\n\n",
+    b"event: response.failed\ndata: {}\n\n",
+    b"event: response.incomplete\ndata: {}\n\n",
+]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_c12_each_family_of_apis_has_its_ends(end: bytes) -> None:
+    before = b'data: {"x":1}\n\n'
+    assert ends_stream(end)
+    assert ends_stream(before + end)
+    assert ends_stream(end + b": a comment\n\n")
+    assert ends_stream((before + end).replace(b"\n", b"\r\n"))
+
+
 @pytest.mark.parametrize(
-    ("events", "ends"),
+    "events",
     [
-        (b"data: [DONE]\n\n", True),
-        (b'data: {"x":1}\n\ndata: [DONE]\n\n', True),
-        (b'data: {"x":1}\r\n\r\ndata: [DONE]\r\n\r\n', True),
-        (b'data: {"content":"say data: [DONE]"}\n\n', False),
-        (b'data: {"content":"\\ndata: [DONE]\\n"}\n\n', False),
-        (b"", False),
+        b"",
+        b": ping\n\n",
+        b'data: {"content":"say data: [DONE]"}\n\n',
+        b'data: {"content":"\\ndata: [DONE]\\n"}\n\n',
+        b'data: {"error":null,"choices":[]}\n\n',
+        b'data: {"error": null}\n\n',
+        b'data: {"errors":{"x":1}}\n\n',
+        b'data: {"choices":[],"error":{"message":"x"}}\n\n',
+        b"event: error_count\ndata: {}\n\n",
+        b"event: message_stopped\ndata: {}\n\n",
+        b"event: response.completed_part\ndata: {}\n\n",
+        b"event: response.output_text.done\ndata: {}\n\n",
+        b"event: message_start\ndata: {}\n\n",
+        b"x data: [DONE]\n\n",
     ],
 )
-def test_only_a_line_of_its_own_ends_a_stream(events: bytes, ends: bool) -> None:
-    assert ends_stream(events) is ends
+def test_what_only_looks_like_an_end_is_none(events: bytes) -> None:
+    assert not ends_stream(events)
+
+
+def test_a_piece_of_a_long_event_is_no_end_since_its_rest_follows() -> None:
+    piece = b"event: response.completed\ndata: " + b"x" * (HELD_BYTES_MAX + 1)
+    out, _ = fed(piece, b"\n\n")
+    assert out == [piece, b"\n\n"]
+    assert [ends_stream(events) for events in out] == [False, False]

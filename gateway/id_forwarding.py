@@ -1,0 +1,77 @@
+"""Handing token ids to the engine, so that it need not render and tokenise the prompt again.
+
+The ids go in `kv_transfer_params.prompt_token_ids`, which the engine takes in place of the messages'
+text; tool choice and parsers still follow the messages. Only ids that are beyond doubt are handed on:
+made here, in whole, for an instance whose own `/tokenize` gave the same, from fields that both read in
+the same way. Everything else is left to the engine.
+
+Source: vLLM 0.32 `renderers/online_renderer.py` `_reused_prompt_token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from moongate.gateway.body import Body, with_fields
+from moongate.gateway.engine_api import EngineApi
+from moongate.gateway.prompt import PromptPipeline, ReadPrompt
+from moongate.gateway.routes import PromptKind, Route
+
+ForwardIds = Literal["auto", "on", "off"]
+
+TOKENS_MIN = 256
+"""`auto`: of shorter prompts the ids cost about as much to read as the text. Measured on a real engine,
+first token with ids against without: 1.9 ms sooner at 250 tokens, 6 at 1,000, 15 at 14,000."""
+
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+"""Names another instance to fetch KV from, or token ids in place of the prompt: not for clients."""
+
+
+class IdForwarding:
+    """Decides for each attempt what body its instance gets."""
+
+    def __init__(self, mode: ForwardIds, prompts: PromptPipeline) -> None:
+        self._mode = mode
+        self._prompts = prompts
+
+    def body_for(
+        self,
+        route: Route,
+        body: Body,
+        read: ReadPrompt,
+        api: EngineApi,
+        context_tokens: int | None,
+    ) -> Sequence[bytes]:
+        """Return the body in pieces: as it came, or with the prompt's ids.
+
+        `context_tokens`: the model's longest context. What exceeds it the engine should refuse by
+        the text, before it begins a stream.
+        """
+        tokenized = read.tokenized
+        if self._mode == "off" or tokenized is None or not _leaves_prompt_alone(route, body):
+            return (body.raw,)
+        assert body.model is not None
+        assert read.prompt is not None
+        count = read.prompt.token_count
+        is_too_long = context_tokens is not None and count >= context_tokens
+        is_too_short = count < TOKENS_MIN if self._mode == "auto" else count == 0
+        if is_too_long or is_too_short or not self._is_trusted(body.model, api):
+            return (body.raw,)
+        ids = tokenized.ids_json()
+        return with_fields(body.raw, b'"kv_transfer_params":{"prompt_token_ids":%b}' % ids)
+
+    def _is_trusted(self, model: str, api: EngineApi) -> bool:
+        takes = self._mode == "on" or self._prompts.takes_ids(api)
+        return (
+            takes and self._prompts.agrees_with(model, api) and self._prompts.is_repeatable(model)
+        )
+
+
+def _leaves_prompt_alone(route: Route, body: Body) -> bool:
+    """Tell whether the engine's prompt follows from what both read alike, and ids may replace it."""
+    fields = body.fields
+    if route.kind is not PromptKind.CHAT or KV_TRANSFER_PARAMS in fields or fields.get("echo"):
+        return False
+    # An engine can be told to leave tools out that may not be used; the probe can't show that.
+    return not (fields.get("tool_choice") == "none" and fields.get("tools"))

@@ -1,0 +1,129 @@
+"""What of a body makes its prompt, and what of it keeps a prompt from being read or reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from moongate.engine_plugins.vllm_render import (
+    PromptRefused,
+    PromptUnsupported,
+    is_text_part,
+)
+from moongate.gateway.body import Body
+from moongate.gateway.routes import PromptKind, Route
+from moongate.router.blocks import hash_text
+from moongate.router.model import BlockHash
+
+
+def prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with one prompt. A completion of several is routed by its first.
+
+    Raises: PromptUnsupported.
+    """
+    if route.kind is PromptKind.CHAT:
+        return {name: value for name, value in fields.items() if name != "prompt"}
+    prompt = fields.get("prompt")
+    if fields.get("suffix") is not None or prompt is None:
+        raise PromptUnsupported("prompt_form")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    if not (is_ids or (isinstance(prompt, str) and prompt)):
+        raise PromptUnsupported("prompt_form")
+    others = {name: value for name, value in fields.items() if name != "messages"}
+    return {**others, "prompt": prompt}
+
+
+NO_TEXT_TAG = "MOONGATE_NO_TEXT_TAG"
+"""Stands for content that can't be rendered here. Where a text has it by chance less is known."""
+
+
+def with_tags(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a chat's fields with a tag as the content of each message that has more than text.
+
+    None: none has, or the first has already. The prompt made of it begins as the whole prompt does,
+    up to the first tag. The messages that follow stay: templates render the earlier by the later.
+    """
+    if route.kind is not PromptKind.CHAT:
+        return None
+    messages = fields["messages"]
+    count = next((n for n, message in enumerate(messages) if not is_text_only(message)), 0)
+    if count == 0:
+        return None
+    tagged = [m if is_text_only(m) else {**m, "content": NO_TEXT_TAG} for m in messages]
+    return {**fields, "messages": tagged}
+
+
+def is_text_only(message: object) -> bool:
+    """Tell whether all of a message's content is text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return all(map(is_text_part, content)) if isinstance(content, list) else True
+
+
+def has_given_ids(route: Route, body: Body) -> bool:
+    """Tell whether the prompt is token ids already, so that no tokenizer is needed."""
+    if route.kind is not PromptKind.COMPLETION:
+        return False
+    prompt = body.fields.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def given_ids(prompt: Sequence[Any]) -> list[int]:
+    """Raises: PromptRefused."""
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        raise PromptRefused("prompt: expected token ids")
+    return list(prompt)
+
+
+def with_reasoning_name(message: Any) -> Any:
+    """Return a message as chat requests become: `/tokenize` knows reasoning by one name only."""
+    if not isinstance(message, dict) or message.get("reasoning_content") is None:
+        return message
+    reasoning = message.get("reasoning")
+    others = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {
+        **others,
+        "reasoning": reasoning if reasoning is not None else message["reasoning_content"],
+    }
+
+
+def skips_cache(route: Route, fields: Mapping[str, Any]) -> bool:
+    """Tell whether the engine will compute the whole prompt, whatever it has cached.
+
+    Source: vLLM 0.32 `KVCacheManager.prefix_cache_lookup_enabled`, and `to_sampling_params` of both
+    requests: logits of the prompt are wanted.
+    """
+    # An echoed chat has the logits of its prompt by default, an echoed completion if asked for.
+    is_chat = route.kind is PromptKind.CHAT
+    logprobs = fields.get("top_logprobs", 0) if is_chat else fields.get("logprobs")
+    echoes_logprobs = bool(fields.get("echo")) and logprobs is not None
+    return fields.get("prompt_logprobs") is not None or echoes_logprobs
+
+
+def read_salt(body: Body) -> str | None:
+    salt = body.fields.get("cache_salt")
+    return salt if isinstance(salt, str) else None
+
+
+def read_text(route: Route, body: Body) -> bytes:
+    """Return the prompt's text: what comes first in the engine's prompt comes first here."""
+    names = (
+        ("prompt",)
+        if route.kind is PromptKind.COMPLETION
+        else ("tools", "chat_template_kwargs", "messages")
+    )
+    parts = (body.fields.get(name) for name in names)
+    try:
+        return b"".join(orjson.dumps(part) for part in parts if part is not None)
+    except orjson.JSONEncodeError:  # nested more deeply than it writes, though it can be read
+        return body.raw
+
+
+def hash_body_text(text: bytes, body: Body) -> Sequence[BlockHash]:
+    """Return the chain of a prompt that is known by its text only."""
+    return hash_text(text, (body.model, read_salt(body)))

@@ -1,0 +1,170 @@
+"""What was tokenised and hashed before, found again by content: in whole conversations' beginnings.
+
+Two kinds of entries. A *piece* of a prompt's text (see `boundaries.py`) with its token ids: the same
+message in any conversation is encoded once. A *beginning*, a sequence of pieces, with its block hashes:
+a turn hashes only what it adds. Sessions play no part, so forks and sub-agents share what they share.
+
+One bound for all, in bytes: past it the entries that were used least recently go. A forgotten piece is
+encoded again, a forgotten beginning hashed again; nothing else depends on them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+import xxhash
+
+from moongate.router import BlockSpace
+from moongate.router.blocks import TOKEN_BYTES, extend_chain, hash_prompt
+from moongate.router.model import BlockHash
+
+Key = bytes
+"""Names a piece of text, or a beginning."""
+
+ENTRY_BYTES = 300
+"""An entry's own overhead, about: its objects and its place in the table."""
+
+HASH_BYTES = 72
+"""A block hash and its place in a list."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A piece of text (UTF-8) and its ids, packed as for hashing."""
+
+    text: bytes
+    tokens: bytes
+    _json: bytes | None = None
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def ids_json(self) -> bytes:
+        """Return the ids as JSON numbers with commas between; made when first asked for."""
+        if self._json is None:
+            ids = array("I")
+            ids.frombytes(self.tokens)
+            self._json = orjson.dumps(ids.tolist())[1:-1]
+        return self._json
+
+
+def name_piece(text: bytes, tag: bytes) -> Key:
+    """Return the name of a text. `tag` (2 bytes) keeps tokenizers apart.
+
+    The hash need not withstand an attacker: a piece that is found is compared with the text.
+    """
+    return xxhash.xxh3_128_digest(text) + tag
+
+
+class PromptMemory:
+    """Bounded by `bytes_max`; see the module. Not for use from several threads."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._entries: OrderedDict[object, tuple[Piece | list[BlockHash], int]] = OrderedDict()
+
+    @property
+    def bytes_used(self) -> int:
+        """Return the bytes in use, about."""
+        return self._bytes
+
+    # --- pieces -----------------------------------------------------------------------------------
+
+    def find_piece(self, key: Key, text: bytes) -> Piece | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        piece = entry[0]
+        assert isinstance(piece, Piece)
+        if piece.text != text:
+            return None  # another text of the same name: forged
+        self._entries.move_to_end(key)
+        return piece
+
+    def add_piece(self, key: Key, piece: Piece) -> None:
+        # As if its JSON were made already: 6 bytes a token are more than most have.
+        size = len(piece.text) + len(piece.tokens) + 6 * piece.token_count + ENTRY_BYTES
+        self._add(key, piece, size)
+
+    # --- beginnings -------------------------------------------------------------------------------
+
+    def hash_pieces(
+        self,
+        keys: Sequence[Key],
+        pieces: Sequence[Piece],
+        tokens: bytes,
+        space: BlockSpace,
+        salt: str | None,
+    ) -> Sequence[BlockHash]:
+        """Return the block hashes of a prompt of these pieces; `tokens` are theirs, put together.
+
+        Remembered are the whole, for when it comes again, and the beginning without the last piece:
+        templates end a prompt with what opens the answer, and the next turn differs from there on.
+        """
+        names = _name_beginnings(keys, space, salt)
+        known = next((e for n in reversed(names) if (e := self._find_beginning(n)) is not None), [])
+        chain = known
+        step = space.block_size_tokens * TOKEN_BYTES
+        if len(tokens) // step > len(known):
+            rest = tokens[len(known) * step :]
+            if known:
+                chain = [*known, *extend_chain(known[-1], rest, space.block_size_tokens)]
+            else:
+                chain = hash_prompt(space, tokens, salt)
+        self._remember(names[-1:], chain, known)
+        blocks_before_last = (len(tokens) - len(pieces[-1].tokens)) // step if pieces else 0
+        before_last = chain if blocks_before_last == len(chain) else chain[:blocks_before_last]
+        self._remember(names[-2:-1], before_last, chain)
+        return chain
+
+    def _find_beginning(self, name: object) -> list[BlockHash] | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        self._entries.move_to_end(name)
+        chain = entry[0]
+        assert isinstance(chain, list)
+        return chain
+
+    def _remember(
+        self, name: Sequence[object], chain: list[BlockHash], shared: list[BlockHash]
+    ) -> None:
+        if name and name[0] not in self._entries:
+            own = max(len(chain) - len(shared), 0)
+            self._add(name[0], chain, ENTRY_BYTES + own * HASH_BYTES + 8 * len(chain))
+
+    # --- the bound --------------------------------------------------------------------------------
+
+    def _add(self, key: object, value: Piece | list[BlockHash], size: int) -> None:
+        previous = self._entries.pop(key, None)
+        if previous is not None:
+            self._bytes -= previous[1]
+        if size > self._bytes_max:
+            return
+        self._entries[key] = (value, size)
+        self._bytes += size
+        while self._bytes > self._bytes_max:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self._bytes -= freed
+
+
+def _name_beginnings(
+    keys: Sequence[Key], space: BlockSpace, salt: str | None
+) -> list[tuple[bytes, BlockSpace, str | None]]:
+    """Return the name of each beginning, shortest first.
+
+    Two beginnings of one name would only mislead the choice of an instance, as block hashes would.
+    """
+    digest = xxhash.xxh3_128_digest
+    name, names = b"", []
+    for key in keys:
+        name = digest(name + key)
+        names.append((name, space, salt))
+    return names
