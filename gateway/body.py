@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,21 +28,46 @@ SESSION_HEADERS = (
 SESSION_KEY_CHARS_MAX = 512
 """Longer keys are cut: they are only hashed, and still as good as distinct."""
 
+OUTLINED_BYTES_MIN = 16_384
+"""Larger bodies are outlined before they are parsed."""
+
+LARGE_VALUE_BYTES = 4096
+_KEPT_WHOLE = frozenset(
+    ("model", "stream", "metadata", "prompt_cache_key", "user", "cache_salt", "stream_options")
+)
+"""Fields whose values matter to routing, however large."""
+
+_STAND_INS = {b"[": b"[0]", b"{": b"{}", b'"': b'"..."'}
+"""In an outline, for a large value by its first byte; numbers are never as large."""
+
 _UNIQUE_KEYS = ("model", "stream")
 _UNIQUE_KEY = re.compile(rb'"(?:model|stream)"')
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 _read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Body:
-    """What was read from a body. `fields` is empty where only a lenient parser could read it."""
+    """What was read from a body. Large bodies are read in full only when `fields` are asked for.
+
+    `top`: the top-level fields; of a large body's large ones at least their type is right.
+    `is_lenient`: it has what strict JSON or UTF-8 has not; passed on, and routed by load.
+    """
 
     raw: bytes
-    fields: Mapping[str, Any]
+    top: Mapping[str, Any]
     model: str | None
     is_stream: bool
-    is_lenient: bool = False  # has what strict JSON or UTF-8 has not: passed on, routed by load
+    is_lenient: bool = False
+    is_outlined: bool = False
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Return all fields as they are. Raises: GatewayError (400) for what an outline hid."""
+        if self.is_outlined:
+            self.top, self.is_lenient = _parse_json(self.raw)
+            self.is_outlined = False
+        return self.top
 
 
 def parse_body(raw: bytes, route: Route) -> Body:
@@ -51,18 +75,42 @@ def parse_body(raw: bytes, route: Route) -> Body:
 
     Raises: GatewayError (400).
     """
-    fields, is_lenient = _parse_json(raw)
-    _refuse_duplicates(raw)
-    model = fields.get("model")
+    outline = _outline(raw) if len(raw) > OUTLINED_BYTES_MIN else None
+    top, is_lenient = _parse_json(raw if outline is None else outline)
+    _refuse_duplicates(raw if outline is None else outline)
+    model = top.get("model")
     if model is None and route.needs_model:
         raise _bad("model: missing; name one of the models of /v1/models", "model")
     if model is not None and not isinstance(model, str):
         raise _bad(f"model: expected a string, got {_kind(model)}", "model")
-    stream = fields.get("stream")
+    stream = top.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise _bad(f"stream: expected true or false, got {_kind(stream)}", "stream")
-    _check_prompt(fields, route)
-    return Body(raw, fields, model, bool(stream), is_lenient)
+    _check_prompt(top, route)
+    return Body(raw, top, model, bool(stream), is_lenient, is_outlined=outline is not None)
+
+
+def _outline(raw: bytes) -> bytes | None:
+    """Return a JSON object's text with its large values cut to their type, None for what is odd.
+
+    Reading agents' bodies and looking for duplicates in them would else be most of what they cost,
+    where nobody asks for their messages.
+    """
+    try:
+        values = _read_top_level(raw)
+        if not raw.isascii():
+            raw.decode()  # strings were only skipped
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # no JSON, or not strictly, or not UTF-8: whoever reads it all will say
+    for name, value in values.items():
+        if len(value) < LARGE_VALUE_BYTES or name in _KEPT_WHOLE:
+            continue
+        text = bytes(value)
+        found = re.search(rb'"%b"\s*:\s*' % re.escape(name.encode()), raw)
+        if found is None or raw[found.end() : found.end() + len(text)] != text:
+            return None  # spelled with escapes, or the same name stands in a value before
+        raw = raw[: found.end()] + _STAND_INS[text[:1]] + raw[found.end() + len(text) :]
+    return raw
 
 
 def _parse_json(raw: bytes) -> tuple[dict[str, Any], bool]:
@@ -96,9 +144,8 @@ def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
 def _refuse_duplicates(raw: bytes) -> None:
     """Refuse a key given twice that decides where a request goes: parsers differ in which counts."""
     # A key may be spelled with escapes, though nobody honest writes letters so.
-    is_escaped = raw.rfind(b"\\u00") >= 0 and _ESCAPED_LETTER.search(raw) is not None
     spelled = _UNIQUE_KEY.findall(raw)
-    if not is_escaped and (len(spelled) == len(set(spelled)) or _are_nested(spelled, raw)):
+    if len(spelled) == len(set(spelled)) and _ESCAPED_LETTER.search(raw) is None:
         return
     top: list[tuple[str, Any]] = []
 
@@ -113,16 +160,6 @@ def _refuse_duplicates(raw: bytes) -> None:
     for key in _UNIQUE_KEYS:
         if sum(name == key for name, _ in top) > 1:
             raise _bad(f"{key}: given twice", key)
-
-
-def _are_nested(spelled: Sequence[bytes], raw: bytes) -> bool:
-    """Tell whether all but one of each key stand inside of values, as in a tool's parameters."""
-    try:
-        values = _read_top_level(raw).values()
-    except (msgspec.DecodeError, RecursionError):
-        return False  # a lenient body, or one that is nested deeply
-    nested = Counter(key for value in values for key in _UNIQUE_KEY.findall(value))
-    return all(count - nested[key] <= 1 for key, count in Counter(spelled).items())
 
 
 def without_key(raw: bytes, key: str) -> bytes:
@@ -192,16 +229,16 @@ def find_session_key(
     names = SESSION_HEADERS if extra_header is None else (extra_header, *SESSION_HEADERS)
     key = next((headers[name] for name in names if headers.get(name)), None)
     if key is None:
-        metadata = body.fields.get("metadata")
+        metadata = body.top.get("metadata")
         user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
-        candidates = (body.fields.get("prompt_cache_key"), user_id)
+        candidates = (body.top.get("prompt_cache_key"), user_id)
         key = next((c for c in candidates if isinstance(c, str) and c), None)
     return _as_key(key) if key is not None else None
 
 
 def find_user(body: Body) -> str | None:
     """Return the `user` field: one user may run many sessions, so it only breaks ties."""
-    user = body.fields.get("user")
+    user = body.top.get("user")
     return _as_key(user) if isinstance(user, str) and user else None
 
 

@@ -167,7 +167,7 @@ class _Exchange:
                 tie_key=find_user(body),
                 policy=policy,
             )
-            self._has_one_choice = body.fields.get("n") in (None, 1)
+            self._has_one_choice = body.top.get("n") in (None, 1)
             await self._settle(request)
             await self._forward(self._handle_arrival(request), body, read)
         except GatewayError as error:
@@ -201,13 +201,13 @@ class _Exchange:
         """
         body = parse_body(raw, self._route)
         is_allowed = self._path.settings.limits.allow_kv_transfer_params
-        if not is_allowed and KV_TRANSFER_PARAMS in body.fields:
+        if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
         has_usage = self._route.kind is not PromptKind.NONE and body.is_stream
         asks_always = self._path.settings.observability.stream_usage == "always"
-        if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.fields):
+        if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.top):
             self._drops_usage = True
-            body = parse_body(with_usage_asked(body.raw, body.fields), self._route)
+            body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
 
     def _find_model(self, body: Body) -> str:

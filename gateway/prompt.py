@@ -30,6 +30,7 @@ from moongate.gateway.errors import GatewayError
 from moongate.gateway.parity import probe
 from moongate.gateway.prompt_fields import (
     NO_TEXT_TAG,
+    TEXT_BYTES_MAX,
     given_ids,
     has_given_ids,
     hash_body_text,
@@ -50,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 RELOAD_AFTER_S = 60.0
 """A model directory that could not be loaded is not tried again before."""
+
+READ_BYTES_MAX = 8_388_608
+"""Larger bodies are known by their first bytes: no context takes so much text, so they are images, and
+reading them would hold everybody up (30 MiB: 50 ms)."""
 
 RENDER_INLINE_BYTES = 2_000_000
 """Larger bodies are rendered in a thread: it takes about a ms per MB."""
@@ -225,8 +230,10 @@ class PromptPipeline:
 
         Raises: GatewayError (503) when too many wait already.
         """
-        if route.kind is PromptKind.NONE or skips_cache(route, body.fields):
+        if route.kind is PromptKind.NONE or skips_cache(route, body.top):
             return ReadPrompt(None)
+        if len(body.raw) > READ_BYTES_MAX:
+            return ReadPrompt(_text_prompt(body.raw, body), "too_large")
         if body.is_lenient:
             return ReadPrompt(None, "lenient_body")
         if self.waiting >= self._waiting_max:
@@ -246,7 +253,7 @@ class PromptPipeline:
             if has_given_ids(route, body):
                 return ReadPrompt(self._read_given_ids(route, body))
             if self._mode == "off":
-                return ReadPrompt(_text_prompt(route, body))
+                return ReadPrompt(_text_prompt(read_text(route, body), body))
             if known.renderer is not None:
                 return await self._read_here(route, body, known.renderer)
             if known.has_remote:
@@ -260,7 +267,7 @@ class PromptPipeline:
             reason = "refused"  # the engine will say so better than we can
         except EngineCallFailed:
             reason = "tokenize_call"
-        return ReadPrompt(_text_prompt(route, body), reason)
+        return ReadPrompt(_text_prompt(read_text(route, body), body), reason)
 
     def _read_given_ids(self, route: Route, body: Body) -> Prompt:
         """Raises: PromptRefused, PromptUnsupported."""
@@ -291,7 +298,7 @@ class PromptPipeline:
         if prompt.is_exact:
             return ReadPrompt(prompt, tokenized=tokenized)
         if not any(prompt.chains.values()):
-            prompt = _text_prompt(route, body)  # not even a block is known
+            prompt = _text_prompt(read_text(route, body), body)  # not even a block is known
         return ReadPrompt(prompt, reason)
 
     async def _render(
@@ -355,8 +362,8 @@ class PromptPipeline:
         return [space for space in self._spaces(body.model) if space != TEXT_SPACE]
 
 
-def _text_prompt(route: Route, body: Body) -> Prompt:
+def _text_prompt(text: bytes, body: Body) -> Prompt:
     """Return the prompt as its text tells it."""
-    text = read_text(route, body)
+    text = text[:TEXT_BYTES_MAX]
     chains = {TEXT_SPACE: hash_body_text(text, body)}
     return Prompt(len(text) // BYTES_PER_TOKEN, chains, is_exact=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -16,6 +17,9 @@ from moongate.gateway.body import Body
 from moongate.gateway.routes import PromptKind, Route
 from moongate.router.blocks import hash_text
 from moongate.router.model import BlockHash
+
+TEXT_BYTES_MAX = 1 << 20
+"""Of a prompt that is known by its text only: about 4,000 chunks."""
 
 
 def prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -106,22 +110,47 @@ def skips_cache(route: Route, fields: Mapping[str, Any]) -> bool:
 
 
 def read_salt(body: Body) -> str | None:
-    salt = body.fields.get("cache_salt")
+    salt = body.top.get("cache_salt")
     return salt if isinstance(salt, str) else None
 
 
 def read_text(route: Route, body: Body) -> bytes:
-    """Return the prompt's text: what comes first in the engine's prompt comes first here."""
+    """Return the prompt's text: what comes first in the engine's prompt comes first here.
+
+    Up to `TEXT_BYTES_MAX`: where somebody begins alike for so long, it is the same conversation, and
+    images are megabytes.
+    """
     names = (
         ("prompt",)
         if route.kind is PromptKind.COMPLETION
         else ("tools", "chat_template_kwargs", "messages")
     )
     parts = (body.fields.get(name) for name in names)
+    text = bytearray()
     try:
-        return b"".join(orjson.dumps(part) for part in parts if part is not None)
+        for piece in itertools.chain.from_iterable(_dump(p) for p in parts if p is not None):
+            text += piece[: TEXT_BYTES_MAX - len(text)]
+            if len(text) == TEXT_BYTES_MAX:
+                break
     except orjson.JSONEncodeError:  # nested more deeply than it writes, though it can be read
-        return body.raw
+        return body.raw[:TEXT_BYTES_MAX]
+    return bytes(text)
+
+
+def _dump(value: object, depth: int = 4) -> Iterator[bytes]:
+    """Iterate over a value as JSON, in pieces: so that what is too long need not be written whole."""
+    if depth and isinstance(value, list):
+        for number, item in enumerate(value):
+            yield b"," if number else b"["
+            yield from _dump(item, depth - 1)
+        yield b"]" if value else b"[]"
+    elif depth and isinstance(value, dict):
+        for number, (name, item) in enumerate(value.items()):
+            yield (b"," if number else b"{") + orjson.dumps(name) + b":"
+            yield from _dump(item, depth - 1)
+        yield b"}" if value else b"{}"
+    else:
+        yield orjson.dumps(value)
 
 
 def hash_body_text(text: bytes, body: Body) -> Sequence[BlockHash]:

@@ -190,6 +190,9 @@ class FakeEngine:
             watch = asyncio.create_task(_watch(request))
             try:
                 await self.handler(request)
+            except ConnectionError:
+                request.client_left.set()
+                raise
             finally:
                 watch.cancel()
 
