@@ -32,7 +32,7 @@ class ByLabels(dict[tuple[str, ...], M]):
 
     def __init__(self, metric: M) -> None:
         super().__init__()
-        self._metric = metric
+        self._metric: M = metric
 
     def __missing__(self, labels: tuple[str, ...]) -> M:
         child = self[labels] = self._metric.labels(*labels)
