@@ -100,7 +100,7 @@ def make_admin_app(
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> Response:
-        metrics.requests[UNMATCHED_ROUTE, "unknown", str(error.status_code)].inc()
+        metrics.requests.add(1, UNMATCHED_ROUTE, "unknown", str(error.status_code))
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         body = error_body(message, error.status_code, _code_of(error.status_code))
         return _error_response(error.status_code, body, error.headers or {})

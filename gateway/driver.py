@@ -77,13 +77,17 @@ class Driver:
             self._source_spoke = None
         return outcome
 
-    async def until_settled(self, request: Request) -> bool:
+    def is_settled(self, request: Request) -> bool:
+        """Tell whether no events are known to be under way of the turn that this one continues."""
+        return self.core.is_settled(request, self.clock())
+
+    async def until_settled(self, request: Request) -> None:
         """Wait for events that are under way of the turn that this request continues, but not long.
 
         Agents pause between turns, so this concerns the few that follow at once; they would be
-        credited with less than the engine has. Return whether it was waited.
+        credited with less than the engine has.
         """
-        return await self._until(lambda: self.core.is_settled(request, self.clock()), SETTLE_S)
+        await self._until(lambda: self.is_settled(request), SETTLE_S)
 
     async def until_synced(self, instance_id: InstanceId) -> None:
         """Wait until the instance's event sources have caught up, but not long.
@@ -92,15 +96,12 @@ class Driver:
         """
         await self._until(lambda: self.core.sources.are_synced(instance_id), SYNC_S)
 
-    async def _until(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until events of sources have made the condition true. Return whether it was waited."""
-        if condition():
-            return False
+    async def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
+        """Wait until events of sources have made the condition true."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while not condition():
                     await self._next_source_event()
-        return True
 
     async def _next_source_event(self) -> None:
         if self._source_spoke is None:

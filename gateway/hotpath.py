@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moongate.gateway.body import (
@@ -65,6 +65,9 @@ from moongate.router import (
 )
 
 logger = logging.getLogger(__name__)
+
+NOT_READ = ReadPrompt(None)
+"""Of a prompt at which the policy doesn't look."""
 
 ERROR_TEXT_BYTES_MAX = 65_536
 """An engine's plain-text error is wrapped into JSON up to this length."""
@@ -155,7 +158,9 @@ class _Exchange:
             model = self._find_model(body)
             self._model_label = model
             policy = self._find_policy()
-            read = await self._read_prompt(body, policy)
+            read = NOT_READ
+            if self._path.driver.core.get_policy(policy).reads_prompts:
+                read = await self._read_prompt(body)
             request = Request(
                 id=self._id,
                 model=model,
@@ -168,7 +173,8 @@ class _Exchange:
                 policy=policy,
             )
             self._has_one_choice = body.top.get("n") in (None, 1)
-            await self._settle(request)
+            if not self._path.driver.is_settled(request):
+                await self._settle(request)
             await self._forward(self._handle_arrival(request), body, read)
         except GatewayError as error:
             self.refuse(error)
@@ -238,24 +244,22 @@ class _Exchange:
             )
         return name
 
-    async def _read_prompt(self, body: Body, policy: str | None) -> ReadPrompt:
-        """Return what is known of the prompt, if the policy looks at it at all."""
-        if not self._path.driver.core.get_policy(policy).reads_prompts:
-            return ReadPrompt(None)
+    async def _read_prompt(self, body: Body) -> ReadPrompt:
+        """Return what is known of the prompt."""
         metrics, clock = self._path.metrics, self._path.driver.clock
         began = clock()
         read = await self._path.prompts.read(self._route, body)
         if read.prompt is not None:
             mode = "exact" if read.prompt.is_exact else "text"
-            metrics.tokenize_seconds[mode,].observe(clock() - began)
+            metrics.tokenize_seconds.observe(clock() - began, mode)
         if read.fallback is not None:
-            metrics.route_fallback.labels(read.fallback).inc()
+            metrics.route_fallback.add(1, read.fallback)
         return read
 
     async def _settle(self, request: Request) -> None:
         began = self._path.driver.clock()
-        if await self._path.driver.until_settled(request):
-            self._path.metrics.settle_seconds.observe(self._path.driver.clock() - began)
+        await self._path.driver.until_settled(request)
+        self._path.metrics.settle_seconds.observe(self._path.driver.clock() - began)
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
@@ -325,11 +329,13 @@ class _Exchange:
         )
         if forward.holder.rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % forward.holder.rank))
-        pieces = self._path.id_forwarding.body_for(
-            self._route, body, read, link.api, self._context_tokens()
-        )
+        pieces: Sequence[bytes] = (body.raw,)
+        if read.tokenized is not None:
+            pieces = self._path.id_forwarding.body_for(
+                self._route, body, read, link.api, self._context_tokens()
+            )
         if len(pieces) > 1:
-            self._path.metrics.ids_forwarded.labels(link.id).inc()
+            self._path.metrics.ids_forwarded.add(1, link.id)
         answer = await link.upstream.send(self._client.target, headers, pieces)
         try:
             return _Opened(answer, await answer.read())
@@ -345,7 +351,7 @@ class _Exchange:
         """Tell the core of a failed attempt; it says whether there is another."""
         command = self._path.driver.handle(RequestFailed(self._id, kind, status))
         if isinstance(command, Forward):
-            self._path.metrics.retries.labels(kind.value).inc()
+            self._path.metrics.retries.add(1, kind.value)
         else:
             self._is_reserved = False
         return command
@@ -353,11 +359,11 @@ class _Exchange:
     def _note_forward(self, forward: Forward) -> None:
         metrics, decision = self._path.metrics, forward.decision
         instance = forward.holder.instance_id
-        metrics.routed[instance, decision.policy, decision.reason.value].inc()
+        metrics.routed.add(1, instance, decision.policy, decision.reason.value)
         if decision.prompt_tokens is not None:
             recompute = max(decision.prompt_tokens - decision.device_tokens, 0)
-            metrics.prompt_tokens["device",].inc(decision.device_tokens)
-            metrics.prompt_tokens["recompute",].inc(recompute)
+            metrics.prompt_tokens.add(decision.device_tokens, "device")
+            metrics.prompt_tokens.add(recompute, "recompute")
 
     def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
         """Give the reservation back, once."""
@@ -370,9 +376,10 @@ class _Exchange:
     async def _relay(self, opened: _Opened, forward: Forward) -> None:
         """Pass an answer on as it is, but for a plain-text error, which is wrapped."""
         answer = opened.answer
-        has_events = answer.header(b"content-type").startswith("text/event-stream")
+        content_type = answer.header(b"content-type")
+        has_events = content_type.startswith("text/event-stream")
         self._note_first_byte(opened, forward, shows_prefill=has_events and answer.status == 200)
-        is_json = "json" in answer.header(b"content-type")
+        is_json = "json" in content_type
         is_encoded = bool(answer.header(b"content-encoding"))
         if answer.status >= 400 and not is_json and not is_encoded:
             await self._relay_text_error(opened, forward)
@@ -479,7 +486,7 @@ class _Exchange:
         """Answer with an error of the gateway's own."""
         self._count(error.status)
         if error.code in SHED_CODES:
-            self._path.metrics.rejected.labels(error.code).inc()
+            self._path.metrics.rejected.add(1, error.code)
         body = error.body()
         headers = {
             "content-type": "application/json",
@@ -505,13 +512,13 @@ class _Exchange:
         if shows_prefill or not opened.answer.is_complete:  # else its end follows at once
             self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
         elapsed_s = self._path.driver.clock() - self._began
-        self._path.metrics.ttft_seconds[forward.holder.instance_id,].observe(elapsed_s)
+        self._path.metrics.ttft_seconds.observe(elapsed_s, forward.holder.instance_id)
 
     def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
         instance = forward.holder.instance_id
         logger.warning("request %s: %s broke its answer off: %s", self._client_id, instance, error)
-        self._path.metrics.broken_off.labels(instance).inc()
+        self._path.metrics.broken_off.add(1, instance)
         self._finish(Outcome.BROKEN_OFF)
         self._count(status)
 
@@ -519,13 +526,13 @@ class _Exchange:
         """The engine's answer is complete."""
         cached_tokens = usage.cached_tokens()
         if cached_tokens is not None:
-            self._path.metrics.delivered_cached_tokens.inc(cached_tokens)
+            self._path.metrics.delivered_cached_tokens.add(cached_tokens)
         self._finish(Outcome.ANSWERED, usage.completion_tokens() if self._has_one_choice else None)
         self._count(status)
 
     def _count(self, status: int) -> None:
         metrics = self._path.metrics
-        metrics.requests[self._route.template, self._model_label, str(status)].inc()
+        metrics.requests.add(1, self._route.template, self._model_label, str(status))
         metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
 
 

@@ -42,7 +42,8 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []  # names as sent
+        self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
+        self._forget_headers()
         self.has_head = False
         self.is_complete = False
         self.has_surplus = False  # bytes that belong to no answer of ours
@@ -95,28 +96,39 @@ class AnswerReader:
             self.has_surplus = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.has_head:  # else a trailer, or surplus
-            self.headers.append((name, value))
+        if self.has_head:
+            return  # a trailer, or surplus
+        name = name.lower()
+        self._header_bytes += len(name) + len(value)
+        if name == b"transfer-encoding":
+            self._codings.append(value.lower())
+        elif name == b"content-length":
+            self._has_length = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self.has_surplus:
             return
         status = self._parser.get_status_code()
         if status in INTERIM:
-            self.headers.clear()  # of an interim answer
+            self._forget_headers()
             return
         if status not in FINAL:
             raise self._refuse(f"unexpected status {status}")
-        if sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES_MAX:
+        if self._header_bytes > HEADER_BYTES_MAX:
             raise self._refuse(f"the headers have more than {HEADER_BYTES_MAX} bytes")
-        names = {name.lower() for name, _ in self.headers}
-        codings = [v.lower() for n, v in self.headers if n.lower() == b"transfer-encoding"]
-        if codings not in ([], [b"chunked"]):
-            raise self._refuse(f"unknown transfer-encoding {codings[0][:80]!r}")
-        self._is_framed = bool(codings) or b"content-length" in names
+        if self._codings and self._codings != [b"chunked"]:
+            raise self._refuse(f"unknown transfer-encoding {self._codings[0][:80]!r}")
+        self._is_framed = self._has_length or bool(self._codings)
         self._is_reusable = self._parser.should_keep_alive()
         self.status = status
         self.has_head = True
+
+    def _forget_headers(self) -> None:
+        self.headers.clear()
+        self._header_bytes = 0
+        self._has_length = False
+        self._codings: list[bytes] = []
 
     def _refuse(self, problem: str) -> MalformedAnswer:
         self._problem = problem  # what the parser raises in place of our error has no text

@@ -7,12 +7,12 @@ chose: models that no instance serves share one value, routes are named by their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway.tallies import Distribution, Tally
 from moongate.router import RouterCore, Tier
 
 UNKNOWN_MODEL = "unknown"
@@ -24,87 +24,60 @@ SETTLE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
 
 
-M = TypeVar("M", Counter, Histogram)
-
-
-class ByLabels(dict[tuple[str, ...], M]):
-    """A metric's children by their labels' values, found faster than by `labels`."""
-
-    def __init__(self, metric: M) -> None:
-        super().__init__()
-        self._metric: M = metric
-
-    def __missing__(self, labels: tuple[str, ...]) -> M:
-        child = self[labels] = self._metric.labels(*labels)
-        return child
-
-
 class Metrics:
     """What the edge counts. `registry` is this gateway's own, so that tests can have several."""
 
     def __init__(self, core: RouterCore, queue_requests: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
-        self.requests = ByLabels(
-            Counter(
-                "moongate_requests", "Requests answered", ["route", "model", "code"], registry=r
-            )
+        self.requests = Tally(
+            "moongate_requests", "Requests answered", ["route", "model", "code"], registry=r
         )
-        self.routed = ByLabels(
-            Counter(
-                "moongate_routed", "Requests forwarded", ["instance", "policy", "reason"],
-                registry=r,
-            )
-        )  # fmt: skip
-        self.route_seconds = Histogram(
+        self.routed = Tally(
+            "moongate_routed", "Requests forwarded", ["instance", "policy", "reason"], registry=r
+        )
+        self.route_seconds = Distribution(
             "moongate_route_seconds", "Time to decide", buckets=DECISION_BUCKETS, registry=r
         )
-        self.tokenize_seconds = ByLabels(
-            Histogram(
-                "moongate_tokenize_seconds", "Time until a prompt was read, by how it is known",
-                ["mode"], buckets=TOKENIZE_BUCKETS, registry=r,
-            )
+        self.tokenize_seconds = Distribution(
+            "moongate_tokenize_seconds", "Time until a prompt was read, by how it is known",
+            ["mode"], buckets=TOKENIZE_BUCKETS, registry=r,
         )  # fmt: skip
-        self.settle_seconds = Histogram(
+        self.settle_seconds = Distribution(
             "moongate_settle_seconds", "Time that turns waited for events of the turn before",
             buckets=SETTLE_BUCKETS, registry=r,
         )  # fmt: skip
-        self.ttft_seconds = ByLabels(
-            Histogram(
-                "moongate_ttft_seconds", "Time from a request's arrival to its answer's first byte",
-                ["instance"], buckets=SECONDS_BUCKETS, registry=r,
-            )
+        self.ttft_seconds = Distribution(
+            "moongate_ttft_seconds", "Time from a request's arrival to its answer's first byte",
+            ["instance"], buckets=SECONDS_BUCKETS, registry=r,
         )  # fmt: skip
-        self.e2e_seconds = Histogram(
+        self.e2e_seconds = Distribution(
             "moongate_e2e_seconds", "Time from a request's arrival to its answer's end",
             buckets=SECONDS_BUCKETS, registry=r,
         )  # fmt: skip
-        self.prompt_tokens = ByLabels(
-            Counter(
-                "moongate_prompt_tokens",
-                "Prompt tokens, by where routing expected them to come from",
-                ["source"], registry=r,
-            )
+        self.prompt_tokens = Tally(
+            "moongate_prompt_tokens", "Prompt tokens, by where routing expected them to come from",
+            ["source"], registry=r,
         )  # fmt: skip
-        self.delivered_cached_tokens = Counter(
+        self.delivered_cached_tokens = Tally(
             "moongate_delivered_cached_tokens", "Cached prompt tokens that engines reported",
             registry=r,
         )  # fmt: skip
-        self.rejected = Counter(
+        self.rejected = Tally(
             "moongate_rejected", "Requests refused by the gateway", ["reason"], registry=r
         )
-        self.retries = Counter(
+        self.retries = Tally(
             "moongate_retries", "Attempts repeated elsewhere", ["reason"], registry=r
         )
-        self.ids_forwarded = Counter(
+        self.ids_forwarded = Tally(
             "moongate_ids_forwarded", "Attempts that took the prompt's token ids to the engine",
             ["instance"], registry=r,
         )  # fmt: skip
-        self.broken_off = Counter(
+        self.broken_off = Tally(
             "moongate_broken_off", "Answers that an engine ended before they were complete",
             ["instance"], registry=r,
         )  # fmt: skip
-        self.route_fallback = Counter(
+        self.route_fallback = Tally(
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moongate.router import Decision
-from moongate.router.commands import CandidateReport
+from moongate.router.policy import Ranked
 
 
 def receipt_headers(decision: Decision) -> dict[str, str]:
@@ -38,22 +38,23 @@ def decision_as_json(decision: Decision) -> dict[str, Any]:
         "prompt_tokens": decision.prompt_tokens,
         "device_tokens": decision.device_tokens,
         "pool_tokens": 0,
-        "candidates": [_candidate_as_json(report) for report in decision.ranking],
+        "candidates": [_candidate_as_json(ranked) for ranked in decision.ranking],
     }
 
 
-def _candidate_as_json(report: CandidateReport) -> dict[str, Any]:
+def _candidate_as_json(ranked: Ranked) -> dict[str, Any]:
+    candidate = ranked.candidate
     return {
-        "instance": report.holder.instance_id,
-        "rank": report.holder.rank,
-        "trust": report.trust.name.lower(),
+        "instance": candidate.holder.instance_id,
+        "rank": candidate.holder.rank,
+        "trust": candidate.trust.name.lower(),
         "overlap_tokens": {
-            "device": report.overlap_tokens,
-            "confirmed": report.confirmed_tokens,
+            "device": candidate.overlap_tokens,
+            "confirmed": candidate.confirmed_tokens,
             "pool": 0,
         },
-        "active_requests": report.active_requests,
-        "queued_prefill_tokens": report.queued_prefill_tokens,
-        "cost_ms": report.cost_ms,
-        "cost_terms_ms": dict(report.cost_terms_ms),
+        "active_requests": candidate.active_requests,
+        "queued_prefill_tokens": candidate.queued_prefill_tokens,
+        "cost_ms": ranked.cost_ms,
+        "cost_terms_ms": dict(ranked.terms_ms),
     }

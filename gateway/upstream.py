@@ -59,7 +59,7 @@ class Answer:
     def header(self, name: bytes) -> str:
         """Return a header's value, "" without one; `name` in lower case."""
         for key, value in self.raw_headers:
-            if key.lower() == name:
+            if key == name:
                 return value.decode("latin-1")
         return ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moongate.router.candidates import CandidateTable, Group
-from moongate.router.commands import CandidateReport, Decision
+from moongate.router.commands import Decision
 from moongate.router.fleet import Fleet
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineage, Lineages
@@ -152,19 +152,5 @@ def _decision(
         reason=reason,
         prompt_tokens=request.prompt.token_count if request.prompt is not None else None,
         device_tokens=best.candidate.overlap_tokens,
-        ranking=tuple(_report(entry) for entry in ranked),
-    )
-
-
-def _report(entry: Ranked) -> CandidateReport:
-    candidate = entry.candidate
-    return CandidateReport(
-        holder=candidate.holder,
-        overlap_tokens=candidate.overlap_tokens,
-        confirmed_tokens=candidate.confirmed_tokens,
-        trust=candidate.trust,
-        active_requests=candidate.active_requests,
-        queued_prefill_tokens=candidate.queued_prefill_tokens,
-        cost_ms=entry.cost_ms,
-        cost_terms_ms=entry.terms_ms,
+        ranking=tuple(ranked),
     )

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import NamedTuple
 
-from moongate.router.model import Holder, InstanceId, Reason, RequestId, SourceId, Trust
-
-
-class CandidateReport(NamedTuple):
-    """One candidate as the policy saw it, for receipts and `explain`. Tokens and milliseconds."""
-
-    holder: Holder
-    overlap_tokens: int  # confirmed and predicted together
-    confirmed_tokens: int
-    trust: Trust
-    active_requests: int
-    queued_prefill_tokens: int
-    cost_ms: float | None  # None: the policy does not work with costs
-    cost_terms_ms: Mapping[str, float] = MappingProxyType({})
+from moongate.router.model import Holder, InstanceId, Reason, RequestId, SourceId
+from moongate.router.policy import Ranked
 
 
 class Decision(NamedTuple):
@@ -31,7 +17,7 @@ class Decision(NamedTuple):
     reason: Reason
     prompt_tokens: int | None  # None: not known
     device_tokens: int
-    ranking: tuple[CandidateReport, ...]
+    ranking: tuple[Ranked, ...]  # of all candidates, or the first few
 
 
 @dataclass(frozen=True, slots=True)

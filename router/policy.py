@@ -60,12 +60,19 @@ NO_TERMS: Mapping[str, float] = {}
 
 
 class Ranked(NamedTuple):
-    """A candidate's place in a ranking, and why it would be chosen."""
+    """A candidate's place in a ranking, and why it would be chosen.
+
+    `cost_ms` None: the policy does not work with costs; else the terms' sum.
+    """
 
     candidate: Candidate
     reason: Reason
     cost_ms: float | None = None
     terms_ms: Mapping[str, float] = NO_TERMS
+
+    @property
+    def holder(self) -> Holder:
+        return self.candidate.holder
 
 
 @runtime_checkable
@@ -106,7 +113,8 @@ class RoundRobin:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        first = heapq.nsmallest(situation.places, candidates, key=_waited_longest)
+        # Of those that waited equally long the first by name, in whose order they come.
+        first = heapq.nsmallest(situation.places, candidates, key=_last_chosen)
         return [Ranked(c, Reason.LOAD) for c in first]
 
 

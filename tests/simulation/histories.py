@@ -357,7 +357,8 @@ class History:
         assert len({c.holder for c in ranking}) == len(ranking)
         usable = max((forward.decision.prompt_tokens or 0) - 1, 0)
         for candidate in ranking:
-            assert 0 <= candidate.confirmed_tokens <= candidate.overlap_tokens <= usable, candidate
+            _, *_, overlap, confirmed = candidate.candidate
+            assert 0 <= confirmed <= overlap <= usable, candidate
         opened = self.open.setdefault(forward.request_id, Open([]))
         assert holder.instance_id not in {h.instance_id for h in opened.holders}
         opened.holders.append(holder)

@@ -72,10 +72,10 @@ def test_a_length_tells_where_the_body_ends() -> None:
     assert reader.may_continue
 
 
-def test_names_and_repeated_headers_come_as_they_were_sent() -> None:
+def test_repeated_headers_stay_and_names_are_in_lower_case() -> None:
     head = b"HTTP/1.1 200 OK\r\nX-A: 1\r\nset-cookie: a\r\nset-cookie: b\r\nx-e:\r\n"
     assert answer(head + b"content-length: 0\r\n\r\n")[1] == [
-        (b"X-A", b"1"),
+        (b"x-a", b"1"),
         (b"set-cookie", b"a"),
         (b"set-cookie", b"b"),
         (b"x-e", b""),

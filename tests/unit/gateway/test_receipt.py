@@ -2,26 +2,36 @@
 
 from moongate.gateway.receipt import decision_as_json, receipt_headers
 from moongate.router import Decision
-from moongate.router.commands import CandidateReport
-from moongate.router.model import Holder, InstanceId, Reason, Trust
+from moongate.router.model import Holder, InstanceId, Reason, Role, Trust
+from moongate.router.policy import Candidate, Ranked
 
-FIRST = CandidateReport(
-    holder=Holder(InstanceId("a"), 1),
-    overlap_tokens=96,
-    confirmed_tokens=64,
-    trust=Trust.EXACT,
-    active_requests=2,
-    queued_prefill_tokens=300,
+FIRST = Ranked(
+    Candidate(
+        holder=Holder(InstanceId("a"), 1),
+        role=Role.BOTH,
+        weight=1.0,
+        trust=Trust.EXACT,
+        active_requests=2,
+        queued_prefill_tokens=300,
+        last_chosen=1,
+        overlap_tokens=96,
+        confirmed_tokens=64,
+    ),
+    Reason.DEVICE_PREFIX,
     cost_ms=12.34,
-    cost_terms_ms={"prefill": 10.0, "queue": 2.34},
+    terms_ms={"prefill": 10.0, "queue": 2.34},
 )
-SECOND = CandidateReport(
-    holder=Holder(InstanceId("b")),
-    overlap_tokens=0,
-    confirmed_tokens=0,
-    trust=Trust.APPROXIMATE,
-    active_requests=0,
-    queued_prefill_tokens=0,
+SECOND = Ranked(
+    Candidate(
+        holder=Holder(InstanceId("b")),
+        role=Role.BOTH,
+        weight=1.0,
+        trust=Trust.APPROXIMATE,
+        active_requests=0,
+        queued_prefill_tokens=0,
+        last_chosen=0,
+    ),
+    Reason.LOAD,
     cost_ms=20.0,
 )
 DECISION = Decision("kv_cost", Reason.DEVICE_PREFIX, 128, 96, (FIRST, SECOND))

@@ -95,7 +95,10 @@ def overlaps(core: RouterCore, *token_ids: int) -> dict[str, tuple[int, int]]:
     """Return each candidate's (confirmed, whole) overlap in tokens."""
     decision = core.explain(request("x", *token_ids), now=0.0)
     assert decision is not None
-    return {str(c.holder): (c.confirmed_tokens, c.overlap_tokens) for c in decision.ranking}
+    return {
+        str(c.holder): (c.candidate.confirmed_tokens, c.candidate.overlap_tokens)
+        for c in decision.ranking
+    }
 
 
 def trust(core: RouterCore, holder: Holder = HA) -> Trust:
@@ -117,10 +120,10 @@ def test_a_request_goes_to_the_holder_of_its_prefix() -> None:
     decision = forward.decision
     assert (decision.policy, decision.reason) == ("kv_cost", Reason.DEVICE_PREFIX)
     assert (decision.prompt_tokens, decision.device_tokens) == (5, 4)
-    first, second = decision.ranking
+    first, second = (ranked.candidate for ranked in decision.ranking)
     assert (first.holder, first.overlap_tokens, first.confirmed_tokens) == (HB, 4, 4)
     assert (second.holder, second.overlap_tokens, second.trust) == (HA, 0, Trust.EXACT)
-    assert first.cost_ms == pytest.approx(1 / 8)
+    assert decision.ranking[0].cost_ms == pytest.approx(1 / 8)
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -179,7 +182,7 @@ def test_an_estimated_prompt_is_found_by_its_text() -> None:
     assert WakeAt(600.0) not in feed(core, finished(R))  # asked for with the forward
     decision = core.explain(Request(S, MODEL, text), now=0.0)
     assert decision is not None
-    assert [(c.holder, c.overlap_tokens) for c in decision.ranking] == [
+    assert [(c.holder, c.candidate.overlap_tokens) for c in decision.ranking] == [
         (forward.holder, 128),
         (HB, 0),
     ]
@@ -220,7 +223,7 @@ def test_a_prompt_known_in_part_continues_the_turn_that_ended_there() -> None:
     beginning = partial(4100, *range(4000))
     decision = forward_in(feed(core, RequestArrived(Request(S, MODEL, beginning)))).decision
     assert decision.ranking[0].holder == HA
-    assert decision.ranking[1].cost_terms_ms["history"] == pytest.approx(3 * 4000 / 8)
+    assert decision.ranking[1].terms_ms["history"] == pytest.approx(3 * 4000 / 8)
 
 
 def test_only_what_is_not_confirmed_is_predicted() -> None:
@@ -308,7 +311,7 @@ def test_the_next_turn_goes_home_though_home_is_busier() -> None:
     feed(core, arrived("busy", 6000), RequestFirstByte(RequestId("busy")))
     decision = forward_in(feed(core, arrived("s", *session, *range(100)))).decision
     assert decision.ranking[0].holder == HA
-    assert decision.ranking[1].cost_terms_ms["history"] == pytest.approx(3 * 4000 / 8)
+    assert decision.ranking[1].terms_ms["history"] == pytest.approx(3 * 4000 / 8)
 
 
 def test_an_instance_whose_block_size_is_not_known_does_not_hide_what_is_continued() -> None:
@@ -322,7 +325,7 @@ def test_an_instance_whose_block_size_is_not_known_does_not_hide_what_is_continu
     first = forward_in(feed(core, RequestArrived(Request(R, MODEL, both))))
     decision = core.explain(Request(S, MODEL, both), now=0.0)
     assert decision is not None
-    terms = {c.holder: c.cost_terms_ms["history"] for c in decision.ranking}
+    terms = {c.holder: c.terms_ms["history"] for c in decision.ranking}
     # What is only predicted is worth 0.9 of its tokens.
     assert terms[first.holder] == pytest.approx(3 * (4 - 0.9 * 4) / 8)
     assert max(terms.values()) == pytest.approx(3 * 4 / 8)
@@ -392,8 +395,8 @@ def test_c44_adapter_and_base_model_match_their_own_blocks_only() -> None:
     adapter = forward_in(feed(core, arrived("r", *tokens, 1, model="ad-1", spaces=spaces)))
     base = forward_in(feed(core, arrived("s", *tokens, 1, spaces=spaces)))
     assert [adapter.holder, base.holder] == [HA, HB]
-    assert [c.confirmed_tokens for c in adapter.decision.ranking] == [400, 0]
-    assert [c.confirmed_tokens for c in base.decision.ranking] == [400, 0]
+    assert [c.candidate.confirmed_tokens for c in adapter.decision.ranking] == [400, 0]
+    assert [c.candidate.confirmed_tokens for c in base.decision.ranking] == [400, 0]
 
 
 def test_c46_the_block_size_of_the_events_counts_and_sizes_mix() -> None:
@@ -410,11 +413,11 @@ def test_c46_the_block_size_of_the_events_counts_and_sizes_mix() -> None:
     assert core.spaces(MODEL) == spaces
     decision = core.explain(request("r", *tokens, spaces=sorted(spaces)), now=0.0)
     assert decision is not None
-    found = {c.holder.instance_id: c.confirmed_tokens for c in decision.ranking}
+    found = {c.holder.instance_id: c.candidate.confirmed_tokens for c in decision.ranking}
     assert found == {A: 256, B: 256, C: 0}
     decision = core.explain(request("s", *tokens[:200], spaces=sorted(spaces)), now=0.0)
     assert decision is not None
-    found = {c.holder.instance_id: c.confirmed_tokens for c in decision.ranking}
+    found = {c.holder.instance_id: c.candidate.confirmed_tokens for c in decision.ranking}
     assert found == {A: 192, B: 0, C: 0}
 
 

@@ -94,13 +94,10 @@ def test_round_robin_takes_the_one_that_waited_longest() -> None:
 
 
 def test_equals_are_ordered_by_name_and_rank() -> None:
-    found = order(
-        make_policy("round_robin"),
-        candidate("b"),
-        candidate("a", rank=1),
-        candidate("a", rank=0),
-    )
-    assert found == ["a@0", "a@1", "b"]
+    equals = [candidate("b"), candidate("a", rank=1), candidate("a", rank=0)]
+    assert order(make_policy("least_loaded"), *equals) == ["a@0", "a@1", "b"]
+    by_name = sorted(equals, key=lambda c: c.holder)  # as the core hands them over
+    assert order(make_policy("round_robin"), *by_name) == ["a@0", "a@1", "b"]
 
 
 def test_random_draws_one_after_the_other() -> None:
