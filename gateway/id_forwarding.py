@@ -56,16 +56,15 @@ class IdForwarding:
         count = read.prompt.token_count
         is_too_long = context_tokens is not None and count >= context_tokens
         is_too_short = count < TOKENS_MIN if self._mode == "auto" else count == 0
-        if is_too_long or is_too_short or not self._is_trusted(body.model, api):
+        if is_too_long or is_too_short or not self._is_trusted(body.model, api, read):
             return (body.raw,)
         ids = tokenized.ids_json()
         return with_fields(body.raw, b'"kv_transfer_params":{"prompt_token_ids":%b}' % ids)
 
-    def _is_trusted(self, model: str, api: EngineApi) -> bool:
-        takes = self._mode == "on" or self._prompts.takes_ids(api)
-        return (
-            takes and self._prompts.agrees_with(model, api) and self._prompts.is_repeatable(model)
-        )
+    def _is_trusted(self, model: str, api: EngineApi, read: ReadPrompt) -> bool:
+        prompts = self._prompts
+        takes = self._mode == "on" or prompts.takes_ids(api)
+        return takes and prompts.agrees_with(model, api, read.form) and prompts.is_repeatable(model)
 
 
 def _leaves_prompt_alone(route: Route, body: Body) -> bool:

@@ -1,16 +1,38 @@
-"""The parity probe: does the local tokenizer give the very ids that an engine gets?"""
+"""The parity probe: does the local tokenizer give the very ids that an engine gets?
+
+Asked for each form of prompt by itself: an engine may well differ in how it renders tools, say, and agree
+on plain conversations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, PromptRefused, PromptUnsupported
 from moongate.gateway.engine_api import FACTS_S, EngineApi, EngineCallFailed
+from moongate.gateway.routes import PromptKind, Route
 
-PROBE_BODIES: tuple[Mapping[str, Any], ...] = (
-    {"messages": [{"role": "user", "content": "Grüße, 世界 🙂\n"}]},
-    {
+
+class PromptForm(Enum):
+    """Forms of prompts that are rendered in different ways."""
+
+    PLAIN = "plain"  # a chat of messages with one text each
+    RICH = "rich"  # a chat with tools, tool calls, or content in parts
+    COMPLETION = "completion"
+
+
+PROBE_BODIES: Mapping[PromptForm, Mapping[str, Any]] = {
+    PromptForm.PLAIN: {
+        "messages": [
+            {"role": "system", "content": "You are  helpful.\n"},
+            {"role": "user", "content": "Grüße, 世界 🙂\n"},
+            {"role": "assistant", "content": " yes "},
+            {"role": "user", "content": "and?"},
+        ]
+    },
+    PromptForm.RICH: {
         "messages": [
             {"role": "system", "content": "You are  helpful.\n"},
             {
@@ -42,39 +64,52 @@ PROBE_BODIES: tuple[Mapping[str, Any], ...] = (
             }
         ],
     },
-    {"prompt": " def f():\n\treturn 'x' # 🙂"},
-)
+    PromptForm.COMPLETION: {"prompt": " def f():\n\treturn 'x' # 🙂"},
+}
 """Where local and engine ids differ, they differ on something of this."""
 
 
 async def probe(
-    model: str,
-    renderer: ModelRenderer | None,
-    api: EngineApi,
-) -> tuple[bool | None, bool]:
-    """Return whether local and engine ids agree, and whether the engine tokenises at all.
+    model: str, renderer: ModelRenderer | None, api: EngineApi
+) -> tuple[Mapping[PromptForm, bool], bool]:
+    """Return for what forms local and engine ids agree, and whether the engine tokenises at all.
 
-    None: there was nothing to compare.
+    A form that could not be compared is left out.
     """
-    compared = answered = 0
-    for body in PROBE_BODIES:
+    verdicts: dict[PromptForm, bool] = {}
+    has_answered = False
+    for form, body in PROBE_BODIES.items():
         try:
             theirs = await api.tokenize({"model": model, **body}, timeout_s=FACTS_S)
         except EngineCallFailed as error:
             if error.status is not None and error.status < 500 and error.status != 404:
                 continue  # refused: a template without tools, say; the engine refuses it always
-            return None, answered > 0
-        answered += 1
-        if renderer is None:
-            continue
-        try:
-            ours = full_token_ids(renderer, body)
-        except (PromptRefused, PromptUnsupported):
-            return False, True
-        if ours != theirs:
-            return False, True
-        compared += 1
-    return True if compared > 0 else None, answered > 0
+            return {}, has_answered
+        has_answered = True
+        if renderer is not None:
+            verdicts[form] = _gives(renderer, body, theirs)
+    return verdicts, has_answered
+
+
+def _gives(renderer: ModelRenderer, body: Mapping[str, Any], theirs: list[int]) -> bool:
+    try:
+        return full_token_ids(renderer, body) == theirs
+    except (PromptRefused, PromptUnsupported):
+        return False
+
+
+def form_of(route: Route, fields: Mapping[str, Any]) -> PromptForm:
+    """Return the form of a body's prompt."""
+    if route.kind is PromptKind.COMPLETION:
+        return PromptForm.COMPLETION
+    is_plain = not fields.get("tools") and all(map(_is_plain, fields["messages"]))
+    return PromptForm.PLAIN if is_plain else PromptForm.RICH
+
+
+def _is_plain(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return isinstance(message.get("content"), str) and not message.get("tool_calls")
 
 
 def full_token_ids(renderer: ModelRenderer, fields: Mapping[str, Any]) -> list[int]:

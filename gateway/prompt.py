@@ -27,7 +27,7 @@ from moongate.engine_plugins.vllm_render import (
 from moongate.gateway.body import Body
 from moongate.gateway.engine_api import EngineApi, EngineCallFailed
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.parity import probe
+from moongate.gateway.parity import PromptForm, form_of, probe
 from moongate.gateway.prompt_fields import (
     NO_TEXT_TAG,
     TEXT_BYTES_MAX,
@@ -71,12 +71,13 @@ REMOTE_UNKNOWN_FIELDS = ("reasoning_effort", "documents", "chat_template", "trun
 class ReadPrompt:
     """What is known of a prompt. `fallback`: the fixed word for why it isn't known exactly.
 
-    `tokenized`: its ids, where they were made here.
+    `tokenized`: its ids, where they were made here, of a prompt of this `form`.
     """
 
     prompt: Prompt | None
     fallback: str | None = None
     tokenized: Tokenized | None = None
+    form: PromptForm = PromptForm.PLAIN
 
 
 @dataclass(slots=True)
@@ -84,30 +85,22 @@ class _Model:
     """How a model's prompts are tokenised, and what each instance's probe said of the renderer."""
 
     loaded: ModelRenderer | None = None
-    agree: set[EngineApi] = field(default_factory=set)
-    contradict: set[EngineApi] = field(default_factory=set)
-    compared: set[EngineApi] = field(default_factory=set)  # those that agree, by their own answer
+    verdicts: dict[EngineApi, Mapping[PromptForm, bool]] = field(default_factory=dict)
+    is_told: bool = False  # by the operator, to tokenise locally unless an engine contradicts
     has_remote: bool = False
 
-    @property
-    def renderer(self) -> ModelRenderer | None:
-        """Return the renderer if it has been shown to be right, and by nobody to be wrong."""
-        return self.loaded if self.agree and not self.contradict else None
+    def renderer_for(self, form: PromptForm) -> ModelRenderer | None:
+        """Return the renderer if it has been shown to be right, and by nobody to be wrong here."""
+        verdicts = self.verdicts.values()
+        is_right = any(True in verdict.values() for verdict in verdicts)
+        is_trusted = is_right or (self.is_told and not any(verdicts))
+        is_wrong = any(verdict.get(form) is False for verdict in verdicts)
+        return self.loaded if is_trusted and not is_wrong else None
 
     def note_renderer(self, renderer: ModelRenderer) -> None:
         if renderer is not self.loaded:
             self.loaded = renderer
-            self.agree.clear()
-            self.contradict.clear()
-            self.compared.clear()
-
-    def note_verdict(self, api: EngineApi, agrees: bool | None, *, is_compared: bool) -> None:
-        for verdicts in (self.agree, self.contradict, self.compared):
-            verdicts.discard(api)
-        if agrees is not None:
-            (self.agree if agrees else self.contradict).add(api)
-        if agrees and is_compared:
-            self.compared.add(api)
+            self.verdicts.clear()
 
 
 class PromptPipeline:
@@ -150,36 +143,41 @@ class PromptPipeline:
     ) -> str:
         """Find out how an instance's model is tokenised: `local`, `remote` or `none`.
 
-        Called for each instance that serves it. While one contradicts the local tokenizer nothing
-        of the model is tokenised locally: better asked than wrong. One that can't be asked now
-        has no say: what it said before it may have said as another process. `takes_ids`: the engine is known to take ids in place of a text.
+        Called for each instance that serves it. What one contradicts of the local tokenizer is
+        tokenised locally for none: better asked than wrong. One that can't be asked now has no say:
+        what it said before it may have said as another process. `takes_ids`: the engine is known to
+        take ids in place of a text.
         """
         (self._takers.add if takes_ids else self._takers.discard)(api)
         if self._mode == "off":
             return "none"
-        known = self._models.setdefault(model, _Model())
+        known = self._models.setdefault(model, _Model(is_told=self._mode == "local"))
         loaded = None if self._mode == "remote" else await self._load(self._path or root)
         if loaded is not None:
             known.note_renderer(loaded)
         if known.loaded is not None or self._mode in ("auto", "remote"):
             await self._compare(model, known, api)
-            if api in known.contradict:
-                logger.warning(
-                    "model %s: the tokenizer in %s gives other ids than the engine",
-                    model,
-                    self._path or root,
-                )
-        return "local" if known.renderer is not None else "remote" if known.has_remote else "none"
+            self._warn_of_contradictions(model, root, known.verdicts.get(api, {}))
+        if any(known.renderer_for(form) is not None for form in PromptForm):
+            return "local"
+        return "remote" if known.has_remote else "none"
 
     async def _compare(self, model: str, known: _Model, api: EngineApi) -> None:
         renderer = known.loaded
-        agrees, answers = await probe(model, renderer, api)
-        is_compared = agrees is not None
-        if agrees is None and self._mode == "local":
-            agrees = True  # the operator said so, and nothing says otherwise
+        verdicts, answers = await probe(model, renderer, api)
         known.has_remote |= answers and self._mode in ("auto", "remote")
         if renderer is known.loaded:
-            known.note_verdict(api, agrees, is_compared=is_compared)
+            known.verdicts[api] = verdicts
+
+    def _warn_of_contradictions(
+        self, model: str, root: str | None, verdicts: Mapping[PromptForm, bool]
+    ) -> None:
+        forms = [form.value for form, agrees in verdicts.items() if not agrees]
+        if forms:
+            logger.warning(
+                "model %s: the tokenizer in %s gives other ids than the engine for prompts that are:"
+                " %s", model, self._path or root, ", ".join(forms),
+            )  # fmt: skip
 
     async def _load(self, directory: str | None) -> ModelRenderer | None:
         if directory is None:
@@ -209,10 +207,10 @@ class PromptPipeline:
         """Tell whether prompts are being encoded, waited for or not."""
         return self._tokenizing.effort.backlog_bytes > 0
 
-    def agrees_with(self, model: str, api: EngineApi) -> bool:
+    def agrees_with(self, model: str, api: EngineApi, form: PromptForm) -> bool:
         """Tell whether this very instance was asked, and gave the ids that are made here."""
         known = self._models.get(model)
-        return known is not None and known.renderer is not None and api in known.compared
+        return known is not None and known.verdicts.get(api, {}).get(form, False)
 
     def takes_ids(self, api: EngineApi) -> bool:
         """Tell whether an instance is known to take token ids in place of a chat's text."""
@@ -254,8 +252,10 @@ class PromptPipeline:
                 return ReadPrompt(self._read_given_ids(route, body))
             if self._mode == "off":
                 return ReadPrompt(_text_prompt(read_text(route, body), body))
-            if known.renderer is not None:
-                return await self._read_here(route, body, known.renderer)
+            form = form_of(route, body.fields)
+            renderer = known.renderer_for(form)
+            if renderer is not None:
+                return await self._read_here(route, body, renderer, form)
             if known.has_remote:
                 return ReadPrompt(await self._read_remotely(route, body))
             reason = "no_tokenizer"
@@ -275,7 +275,9 @@ class PromptPipeline:
             raise PromptUnsupported("truncation")
         return self._prompt_of(given_ids(prompt_fields(route, body.fields)["prompt"]), body)
 
-    async def _read_here(self, route: Route, body: Body, renderer: ModelRenderer) -> ReadPrompt:
+    async def _read_here(
+        self, route: Route, body: Body, renderer: ModelRenderer, form: PromptForm
+    ) -> ReadPrompt:
         """Raises: PromptRefused, PromptUnsupported."""
         fields = prompt_fields(route, body.fields)
         size, reason = len(body.raw), "budget"
@@ -296,7 +298,7 @@ class PromptPipeline:
             )
         prompt = self._prompt_of_pieces(tokenized, body)
         if prompt.is_exact:
-            return ReadPrompt(prompt, tokenized=tokenized)
+            return ReadPrompt(prompt, tokenized=tokenized, form=form)
         if not any(prompt.chains.values()):
             prompt = _text_prompt(read_text(route, body), body)  # not even a block is known
         return ReadPrompt(prompt, reason)

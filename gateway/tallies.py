@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
 
@@ -74,8 +73,9 @@ class Distribution(Collector):
         family = HistogramMetricFamily(name, text, labels=labels)
         for values, counts in self._counts.items():
             below, buckets = 0, []
-            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
+            names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+            for bound, count in zip(names, counts, strict=True):
                 below += count
-                buckets.append((floatToGoString(bound), below))
+                buckets.append((bound, below))
             family.add_metric(values, buckets, self._sums[values])
         yield family

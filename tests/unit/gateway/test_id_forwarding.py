@@ -12,6 +12,7 @@ import pytest
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.id_forwarding import TOKENS_MIN, ForwardIds, IdForwarding
+from moongate.gateway.parity import PromptForm
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_memory import Piece
 from moongate.gateway.routes import PROXIED, Route
@@ -39,8 +40,8 @@ class Verdicts:
     def takes_ids(self, api: EngineApi) -> bool:
         return self._takes and api is API
 
-    def agrees_with(self, model: str, api: EngineApi) -> bool:
-        return self._agrees and model == "m" and api is API
+    def agrees_with(self, model: str, api: EngineApi, form: PromptForm) -> bool:
+        return self._agrees and model == "m" and api is API and form is PromptForm.PLAIN
 
     def is_repeatable(self, model: str) -> bool:
         return self._is_repeatable and model == "m"

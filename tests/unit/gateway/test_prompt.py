@@ -21,7 +21,7 @@ from moongate.engine_plugins.vllm_render import ModelRenderer, PromptRefused
 from moongate.gateway.body import parse_body
 from moongate.gateway.engine_api import EngineApi, EngineCallFailed
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.parity import PROBE_BODIES
+from moongate.gateway.parity import PROBE_BODIES, PromptForm
 from moongate.gateway.prompt import RELOAD_AFTER_S, PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import NO_TEXT_TAG
 from moongate.gateway.routes import PROXIED
@@ -195,7 +195,7 @@ def test_the_probe_asks_for_chats_with_tools_and_a_completion() -> None:
         engine = Engine(agrees)
         async with a_pipeline() as pipeline:
             await pipeline.learn("m", None, engine.api)
-        assert engine.asked == [{"model": "m", **body} for body in PROBE_BODIES]
+        assert engine.asked == [{"model": "m", **body} for body in PROBE_BODIES.values()]
 
     run(story)
 
@@ -211,13 +211,40 @@ def test_a_probe_that_the_engine_refuses_decides_nothing() -> None:
     run(story)
 
 
-def test_one_difference_is_a_contradiction() -> None:
+RICH_FIELDS: tuple[dict[str, Any], ...] = (
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    {
+        "messages": [
+            *MESSAGES,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+        ]
+    },
+)
+
+
+@pytest.mark.parametrize("rich", RICH_FIELDS)
+def test_what_an_engine_contradicts_is_left_to_it_and_nothing_else(rich: dict[str, Any]) -> None:
     def differs_with_tools(body: dict[str, Any]) -> httpx.Response:
         return contradicts(body) if "tools" in body else agrees(body)
 
     async def story() -> None:
-        async with a_pipeline() as pipeline:
-            assert await pipeline.learn("m", None, Engine(differs_with_tools).api) == "remote"
+        remote, engine = Engine(lambda _: tokens([1, 2, 3, 4])), Engine(differs_with_tools)
+        async with a_pipeline(remote=remote) as pipeline:
+            await pipeline.learn("m", None, Engine(agrees).api)
+            assert await pipeline.learn("m", None, engine.api) == "local"
+            plain = await read(pipeline, {})
+            assert (plain.form, plain.tokenized is not None) == (PromptForm.PLAIN, True)
+            assert await read(pipeline, rich) == exact([1, 2, 3, 4])
+            assert pipeline.agrees_with("m", engine.api, PromptForm.PLAIN)
+            assert not pipeline.agrees_with("m", engine.api, PromptForm.RICH)
+            engine.answer = agrees
+            await pipeline.learn("m", None, engine.api)
+            assert (await read(pipeline, rich)).form is PromptForm.RICH
 
     run(story)
 
@@ -227,8 +254,12 @@ def test_what_the_engine_renders_and_the_local_template_can_not_is_a_contradicti
 ) -> None:
     async def story() -> None:
         (tmp_path / "tokenizer.json").write_bytes((SIMULATOR_MODEL / "tokenizer.json").read_bytes())
-        async with a_pipeline(path=tmp_path) as pipeline:
-            assert await pipeline.learn("m", None, Engine(agrees).api) == "remote"
+        remote = Engine(lambda _: tokens([1, 2, 3, 4]))
+        async with a_pipeline(path=tmp_path, remote=remote) as pipeline:
+            assert await pipeline.learn("m", None, Engine(agrees).api) == "local"
+            assert await read(pipeline, {}) == exact([1, 2, 3, 4])
+            completion = await read(pipeline, {"prompt": "hello world"}, COMPLETION)
+            assert completion.form is PromptForm.COMPLETION
 
     run(story)
 
@@ -237,11 +268,13 @@ def test_only_an_instance_that_was_compared_agrees() -> None:
     async def story() -> None:
         asked, silent = Engine(agrees).api, Engine(is_missing).api
         async with a_pipeline(mode="local") as pipeline:
-            assert not pipeline.agrees_with("m", asked)
+            assert not pipeline.agrees_with("m", asked, PromptForm.PLAIN)
             assert not pipeline.is_repeatable("m")
             for api in (asked, silent):
                 assert await pipeline.learn("m", None, api, takes_ids=api is asked) == "local"
-            assert [pipeline.agrees_with("m", api) for api in (asked, silent)] == [True, False]
+            for form in PromptForm:
+                assert pipeline.agrees_with("m", asked, form)
+                assert not pipeline.agrees_with("m", silent, form)
             assert [pipeline.takes_ids(api) for api in (asked, silent)] == [True, False]
             assert pipeline.is_repeatable("m")
             await pipeline.learn("m", None, asked)
