@@ -50,6 +50,10 @@ class Boundaries:
         longest_first = sorted(self.marks, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if self.marks else None
 
+    def is_cut(self, text: str, at: int) -> bool:
+        """Tell whether a text may be cut here: a mark follows."""
+        return self._pattern is not None and self._pattern.match(text, at) is not None
+
     def split(self, text: str, chars_min: int = PIECE_CHARS_MIN) -> list[str]:
         """Return the text in pieces, each but the first beginning with a mark. Cost: one scan."""
         if self._pattern is None:

@@ -107,7 +107,7 @@ def _outline(raw: bytes) -> bytes | None:
             continue
         text = bytes(value)
         found = re.search(rb'"%b"\s*:\s*' % re.escape(name.encode()), raw)
-        if found is None or raw[found.end() : found.end() + len(text)] != text:
+        if found is None or not raw.startswith(text, found.end()):
             return None  # spelled with escapes, or the same name stands in a value before
         raw = raw[: found.end()] + _STAND_INS[text[:1]] + raw[found.end() + len(text) :]
     return raw

@@ -40,8 +40,21 @@ DISCARD_S = 1.0
 """How long what a client still sends is read and discarded after it was refused: closed at once, its
 connection would be reset, perhaps before it has read why."""
 
+PIECES_MAX = 256
+"""Pieces of a body that are kept apart: many small ones would take many times their bytes."""
+
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
+
+
+class _NobodyWaits:
+    """In place of the event by which uvicorn tells an ASGI cycle that something came."""
+
+    def set(self) -> None:
+        """Tell nobody: the protocol itself tells a `ClientRequest`."""
+
+
+NOBODY_WAITS = _NobodyWaits()
 
 
 class ClientRequest:
@@ -63,19 +76,20 @@ class ClientRequest:
         self.response_complete = False
         self.disconnected = False
         self.keep_alive = is_http_11
-        self.message_event = asyncio.Event()
+        self.message_event = NOBODY_WAITS
         self.more_body = True
         self.route = route
         self.method = method
         self.target = target
         self.headers = headers
-        self.answer: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self.has_started = False
         self._protocol = protocol
         self._is_http_11 = is_http_11
-        self._body: bytes | bytearray = b""
+        self._pieces: list[bytes] = []
+        self._gathered: bytearray | None = None  # in place of very many pieces
+        self._size = 0
         self._is_chunked = False
         self._head = b""  # not sent before the first bytes of the body are there
         self._task: asyncio.Task[None] | None = None
@@ -84,19 +98,21 @@ class ClientRequest:
 
     def feed(self, piece: bytes) -> int:
         """Take in a piece of the body and return the bytes in all."""
-        if not self._body:
-            self._body = piece  # mostly all there is
-        else:
-            # Gathered as one: many small pieces would take many times their bytes.
-            if isinstance(self._body, bytes):
-                self._body = bytearray(self._body)
-            self._body += piece
-        return len(self._body)
+        self._size += len(piece)
+        if self._gathered is not None:
+            self._gathered += piece
+            return self._size
+        self._pieces.append(piece)
+        if len(self._pieces) > PIECES_MAX:
+            self._gathered, self._pieces = bytearray(b"".join(self._pieces)), []
+        return self._size
 
     def take_body(self) -> bytes:
         """Return the whole body, once it is complete."""
-        body, self._body = bytes(self._body), b""
-        return body
+        pieces, self._pieces = self._pieces, []
+        if self._gathered is not None:
+            pieces, self._gathered = [bytes(self._gathered)], None
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def run(self, answer: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Answer the request in a task, which is cancelled when the client leaves."""

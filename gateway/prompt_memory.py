@@ -1,8 +1,10 @@
 """What was tokenised and hashed before, found again by content: in whole conversations' beginnings.
 
-Two kinds of entries. A *piece* of a prompt's text (see `boundaries.py`) with its token ids: the same
+Three kinds of entries. A *piece* of a prompt's text (see `boundaries.py`) with its token ids: the same
 message in any conversation is encoded once. A *beginning*, a sequence of pieces, with its block hashes:
-a turn hashes only what it adds. Sessions play no part, so forks and sub-agents share what they share.
+a turn hashes only what it adds. An *opening*, the text of such a sequence: a turn is compared with it in one
+go, and only what follows is cut and looked up. Sessions play no part, so forks and sub-agents share what
+they share.
 
 One bound for all, in bytes: past it the entries that were used least recently go. A forgotten piece is
 encoded again, a forgotten beginning hashed again; nothing else depends on them.
@@ -10,9 +12,10 @@ encoded again, a forgotten beginning hashed again; nothing else depends on them.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -27,6 +30,12 @@ Key = bytes
 
 ENTRY_BYTES = 300
 """An entry's own overhead, about: its objects and its place in the table."""
+
+HEAD_CHARS = 2048
+"""Openings are looked for among those with the same first characters."""
+
+OPENINGS_PER_HEAD = 32
+"""Of conversations that begin alike; the oldest goes first."""
 
 HASH_BYTES = 72
 """A block hash and its place in a list."""
@@ -54,6 +63,18 @@ class Piece:
         return self._json
 
 
+@dataclass(slots=True, eq=False)
+class Opening:
+    """A prompt's text up to a cut, and its pieces; most likely the next turn's begins so."""
+
+    text: str
+    keys: Sequence[Key]
+    pieces: Sequence[Piece]
+
+
+Value = Piece | Opening | list[BlockHash]
+
+
 def name_piece(text: bytes, tag: bytes) -> Key:
     """Return the name of a text. `tag` (2 bytes) keeps tokenizers apart.
 
@@ -68,7 +89,9 @@ class PromptMemory:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._entries: OrderedDict[object, tuple[Piece | list[BlockHash], int]] = OrderedDict()
+        self._entries: OrderedDict[object, tuple[Value, int]] = OrderedDict()
+        self._openings: dict[tuple[bytes, str], list[Opening]] = {}  # by head
+        self._heads: dict[Opening, tuple[bytes, str]] = {}  # tag, and first characters
 
     @property
     def bytes_used(self) -> int:
@@ -92,6 +115,41 @@ class PromptMemory:
         # As if its JSON were made already: 6 bytes a token are more than most have.
         size = len(piece.text) + len(piece.tokens) + 6 * piece.token_count + ENTRY_BYTES
         self._add(key, piece, size)
+
+    # --- openings ---------------------------------------------------------------------------------
+
+    def find_opening(
+        self, text: str, tag: bytes, is_cut: Callable[[str, int], bool]
+    ) -> Opening | None:
+        """Return the longest opening with which a text begins, and which ends where it may be cut.
+
+        Cost: one comparison of bytes, with a few others that soon differ.
+        """
+        found = None
+        for opening in self._openings.get((tag, text[:HEAD_CHARS]), ()):
+            end = len(opening.text)
+            is_longer = found is None or end > len(found.text)
+            if is_longer and text.startswith(opening.text) and is_cut(text, end):
+                found = opening
+        if found is not None:
+            for key in found.keys:
+                if key in self._entries:
+                    self._entries.move_to_end(key)
+            self._entries.move_to_end(found)
+        return found
+
+    def add_opening(self, opening: Opening, tag: bytes, extended: Opening | None) -> None:
+        """Remember an opening, in place of the one that it goes on from."""
+        head = (tag, opening.text[:HEAD_CHARS])
+        others = self._openings.setdefault(head, [])
+        if extended is not None and extended in self._entries:
+            self._drop(extended)
+        elif len(others) >= OPENINGS_PER_HEAD:
+            self._drop(others[0])
+        self._openings.setdefault(head, []).append(opening)
+        size = sys.getsizeof(opening.text) + 16 * len(opening.keys) + ENTRY_BYTES
+        self._heads[opening] = head
+        self._add(opening, opening, size)
 
     # --- beginnings -------------------------------------------------------------------------------
 
@@ -142,17 +200,25 @@ class PromptMemory:
 
     # --- the bound --------------------------------------------------------------------------------
 
-    def _add(self, key: object, value: Piece | list[BlockHash], size: int) -> None:
+    def _add(self, key: object, value: Value, size: int) -> None:
         previous = self._entries.pop(key, None)
         if previous is not None:
             self._bytes -= previous[1]
-        if size > self._bytes_max:
-            return
         self._entries[key] = (value, size)
         self._bytes += size
+        if size > self._bytes_max:
+            self._drop(key)
         while self._bytes > self._bytes_max:
-            _, (_, freed) = self._entries.popitem(last=False)
-            self._bytes -= freed
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: object) -> None:
+        value, size = self._entries.pop(key)
+        self._bytes -= size
+        if isinstance(value, Opening):
+            head = self._heads.pop(value)
+            self._openings[head].remove(value)
+            if not self._openings[head]:
+                del self._openings[head]
 
 
 def _name_beginnings(

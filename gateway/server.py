@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -27,6 +28,10 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 """Idle client connections live longer than the pools of common clients keep them, so that no client
 sends a request into a connection that is just being closed."""
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+"""Options of glibc's `mallopt` (malloc.h)."""
 
 
 class ListenError(OSError):
@@ -116,6 +121,22 @@ def spare_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
+def keep_memory() -> None:
+    """Let the C library keep what requests free, instead of giving it back and asking for it again.
+
+    Bodies of some 100 KB would else be fresh pages each time, which the kernel clears one by one: a
+    tenth of what relaying them costs. Elsewhere than on glibc nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for option, size in (
+            (M_TRIM_THRESHOLD, 64 << 20),
+            (M_TOP_PAD, 4 << 20),
+            (M_MMAP_THRESHOLD, 8 << 20),
+        ):
+            libc.mallopt(option, size)
+
+
 def run(settings: Settings) -> None:
     """Serve until a signal asks to stop. Raises: ListenError."""
     sock = listen(settings.listen.host, settings.listen.port)
@@ -126,6 +147,7 @@ def run(settings: Settings) -> None:
         host = settings.listen.host
         logger.info("moongate listens on http://%s:%d", host, server.port)
         spare_collector()
+        keep_memory()
         await server.serve()
 
     uvloop.run(main())

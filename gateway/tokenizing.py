@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, PromptUnsupported
-from moongate.gateway.prompt_memory import Key, Piece, PromptMemory, name_piece
+from moongate.gateway.prompt_memory import Key, Opening, Piece, PromptMemory, name_piece
 from moongate.router.blocks import pack_tokens
 
 T = TypeVar("T")
@@ -126,8 +126,31 @@ class Tokenizing:
         frame = renderer.frame if add_special_tokens else ([], [])
         if frame is None:
             return await self._tokenize_framed(renderer, text)
-        news = _cut(renderer.boundaries.split(text), self._tag(renderer))
-        return _put_together(news, await self._find(renderer, news), frame)
+        tag, boundaries = self._tag(renderer), renderer.boundaries
+        opening = self.memory.find_opening(text, tag, boundaries.is_cut)
+        news = _cut(boundaries.split(text[len(opening.text) :] if opening else text), tag)
+        found = await self._find(renderer, news)
+        whole = _put_together(news, found, frame, opening)
+        if whole.is_whole and len(news) > 1:
+            self._remember_opening(text, tag, news, whole, opening)
+        return whole
+
+    def _remember_opening(
+        self,
+        text: str,
+        tag: bytes,
+        news: Sequence[_New],
+        whole: Tokenized,
+        extended: Opening | None,
+    ) -> None:
+        """Remember all but the last piece, which opens the answer that the next turn will have."""
+        end = len(text) - len(news[-1].text)
+        count = len(news) - 1 + (len(extended.keys) if extended is not None else 0)
+        start = next(n for n, piece in enumerate(whole.pieces) if piece.text)  # behind the frame
+        opening = Opening(
+            text[:end], whole.keys[start : start + count], whole.pieces[start : start + count]
+        )
+        self.memory.add_opening(opening, tag, extended)
 
     async def tokenize_beginning(
         self, renderer: ModelRenderer, text: str, *, add_special_tokens: bool = False
@@ -234,13 +257,19 @@ def _utf8(text: str) -> bytes:
 
 
 def _put_together(
-    news: Sequence[_New], found: Mapping[Key, Piece | None], frame: tuple[list[int], list[int]]
+    news: Sequence[_New],
+    found: Mapping[Key, Piece | None],
+    frame: tuple[list[int], list[int]],
+    opening: Opening | None = None,
 ) -> Tokenized:
     keys: list[Key] = []
     pieces: list[Piece] = []
     before, after = frame
     if before:
         _add_frame(before, keys, pieces)
+    if opening is not None:
+        keys += opening.keys
+        pieces += opening.pieces
     for position, new in enumerate(news):
         piece = found.get(new.key)
         # What another request had encoded meanwhile is of the same name; of the same text it must be too.

@@ -386,7 +386,7 @@ async def test_small_chunks_do_not_take_many_times_their_bytes() -> None:
         data = chunked(*(body[n : n + 2] for n in range(0, len(body), 2)))
         await client.send(data[:-5])
         await asyncio.sleep(0.2)
-        gathered = [p.cycle._body for p in protocols(gateway) if hasattr(p.cycle, "_body")]
+        gathered = [p.cycle._gathered for p in protocols(gateway) if hasattr(p.cycle, "_gathered")]
         assert [len(held) for held in gathered] == [len(body)]
         await client.send(data[-5:])
         assert (await client.answer()).status == 200

@@ -6,11 +6,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from moongate.gateway.tallies import Distribution, Tally
 
 
+LABELS = ("kind", "code", "way", "le")
+
+
 def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[str, ...]], float]:
     """Return what a scrape of the page reads: values by name and labels' values."""
     page = generate_latest(registry).decode()
     return {
-        (sample.name, tuple(sample.labels.values())): sample.value
+        (
+            sample.name,
+            tuple(sample.labels[name] for name in LABELS if name in sample.labels),
+        ): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
     }
