@@ -54,11 +54,13 @@ check: .venv/.ready
 	@$(BIN)/lint-imports --no-cache
 
 # The rounds come last: they are the longest, and the others tell the most about one's own change.
-bench: .venv/.ready .venv-bench/.ready
+bench: .venv/.ready .venv-bench/.ready .venv-engine/bin/python
 	@mkdir -p $(BENCH_RESULTS)
 	@$(BIN)/python -m benchmarks.router_scale --json $(BENCH_RESULTS)/router_scale.json
-	@$(BIN)/python -m benchmarks.prompt_pipeline --json $(BENCH_RESULTS)/prompt_pipeline.json
-	@$(BIN)/python -m benchmarks.side_by_side --rounds $(BENCH_ROUNDS) \
+	@model=$$(.venv-engine/bin/python scripts/make_models.py smollm2 | tail -n 1) && \
+	$(BIN)/python -m benchmarks.prompt_pipeline --tokenizer "$$model" \
+		--json $(BENCH_RESULTS)/prompt_pipeline.json && \
+	$(BIN)/python -m benchmarks.side_by_side --rounds $(BENCH_ROUNDS) --tokenizer "$$model" \
 		--json $(BENCH_RESULTS)/side_by_side.json
 
 clean:

@@ -120,12 +120,11 @@ class Reader:
             spaces=self.core.spaces,
             remote=lambda _: None,
             clock=time.monotonic,
+            load=lambda _: self.renderer,
         )
         self._requests = 0
 
     async def learn(self) -> None:
-        # The class that is timed must be the one that reads.
-        self.pipeline._renderers[Path(self.pipeline._path or "")] = self.renderer
         way = await self.pipeline.learn(MODEL, None, SameRenderer(self.renderer))
         assert way == "local", way
 
@@ -213,7 +212,7 @@ async def measure_memory(reader: Reader) -> Figure:
     chance = random.Random("memory")
     for _ in range(DISTINCT_PROMPTS):
         await reader.read(make_body(make_conversation(chance, DISTINCT_CHARACTERS)))
-        while reader.pipeline.is_busy:
+        while reader.pipeline.is_busy:  # noqa: ASYNC110 - nothing tells when the threads are done
             await asyncio.sleep(0.01)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     name = f"peak memory after {DISTINCT_PROMPTS} distinct prompts of 320 KB"

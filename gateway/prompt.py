@@ -117,7 +117,9 @@ class PromptPipeline:
         spaces: Callable[[str], Iterable[BlockSpace]],
         remote: Callable[[str], EngineApi | None],
         clock: Callable[[], float],
+        load: Callable[[Path], ModelRenderer] = ModelRenderer.load,
     ) -> None:
+        self._load_renderer = load
         self._mode = mode
         self._path = path
         self._budget_s = budget_s
@@ -192,7 +194,7 @@ class PromptPipeline:
             return None
         if path not in self._renderers:
             try:
-                loaded = await self._tokenizing.in_thread(ModelRenderer.load, path)
+                loaded = await self._tokenizing.in_thread(self._load_renderer, path)
             except ModelDirectoryError as error:
                 self._failed_at[path] = self._clock()
                 logger.warning("no local tokenizer: %s", error)

@@ -5,7 +5,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moongate.gateway.tallies import Distribution, Tally
 
-
 LABELS = ("kind", "code", "way", "le")
 
 
