@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,13 @@ from benchmarks.workloads import BLOCK_SIZE_TOKENS, MODEL, Message, excerpt
 from moongate.engine_plugins.vllm_render import ModelRenderer
 from moongate.gateway.body import parse_body
 from moongate.gateway.engine_api import EngineApi
-from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.routes import PROXIED
 from moongate.gateway.settings import LimitsSettings, TokenizerSettings
 from moongate.router import (
+    BatchReceived,
+    BlockSpace,
+    Forward,
     InstanceAdded,
     InstanceDescribed,
     InstanceFacts,
@@ -51,8 +55,13 @@ from moongate.router import (
     RequestFinished,
     RequestId,
     RouterCore,
+    SourceId,
+    SourceOpened,
     make_policy,
 )
+from moongate.router.blocks import TOKEN_BYTES
+from moongate.router.events import BlocksStored
+from moongate.router.model import BlockHash, Tier
 
 CALIBRATION_MS = 300.0
 CALIBRATION_CHARACTERS = 351_000
@@ -100,10 +109,12 @@ class SameRenderer(EngineApi):
 
 
 class Reader:
-    """A pipeline and a core behind it, as in a gateway of two instances."""
+    """A pipeline and a core behind it, as in a gateway of two instances that announce their blocks."""
 
     def __init__(self, directory: Path) -> None:
         self.renderer = TimedRenderer.load(directory)
+        self._held: dict[InstanceId, dict[BlockHash, int]] = {}  # by the engine's names
+        self._batches: Counter[InstanceId] = Counter()
         self.core = RouterCore(make_policy("kv_cost"), random.Random(1).randrange)
         for name in ("a", "b"):
             instance = InstanceId(name)
@@ -111,6 +122,8 @@ class Reader:
             self.core.handle(InstanceAdded(InstanceSpec(instance)), 0.0)
             self.core.handle(InstanceDescribed(instance, facts), 0.0)
             self.core.handle(InstanceProbed(instance, is_healthy=True), 0.0)
+            self.core.handle(SourceOpened(SourceId(instance), has_replay=False), 0.0)
+            self._announce(instance, ())
         self.pipeline = PromptPipeline(
             mode="local",
             path=str(directory),
@@ -137,10 +150,40 @@ class Reader:
         body = parse_body(raw, CHAT)
         read = await self.pipeline.read(CHAT, body)
         request = Request(id=request_id, model=MODEL, prompt=read.prompt)
-        self.core.handle(RequestArrived(request), time.monotonic())
+        forward = self.core.handle(RequestArrived(request), time.monotonic())[0]
         took = time.process_time() - began
+        assert isinstance(forward, Forward)
+        if read.tokenized is not None:
+            self._store(forward.holder.instance_id, read)
         self.core.handle(RequestFinished(request_id, Outcome.ANSWERED), time.monotonic())
         return took * 1000, TimedRenderer.encode_s * 1000
+
+    def _store(self, instance: InstanceId, read: ReadPrompt) -> None:
+        """Announce the blocks that the instance did not hold, as its engine would."""
+        assert read.prompt is not None
+        assert read.tokenized is not None
+        chain = read.prompt.chains[BlockSpace(BLOCK_SIZE_TOKENS)]
+        held = self._held.setdefault(instance, {})
+        known = next((n for n, block in enumerate(chain) if block not in held), len(chain))
+        new = chain[known:]
+        if not new:
+            return
+        held |= {block: len(held) + n for n, block in enumerate(new)}
+        size = BLOCK_SIZE_TOKENS * TOKEN_BYTES
+        event = BlocksStored(
+            engine_hashes=tuple(held[block] for block in new),
+            parent=held[chain[known - 1]] if known else None,
+            tokens=read.tokenized.tokens()[known * size : len(chain) * size],
+            block_size_tokens=BLOCK_SIZE_TOKENS,
+            tier=Tier.DEVICE,
+        )
+        self._announce(instance, (event,))
+
+    def _announce(self, instance: InstanceId, events: tuple[BlocksStored, ...]) -> None:
+        sequence = self._batches[instance]
+        self._batches[instance] += 1
+        batch = BatchReceived(SourceId(instance), sequence, events, digest=bytes(sequence % 256))
+        self.core.handle(batch, time.monotonic())
 
 
 # --- texts ----------------------------------------------------------------------------------------

@@ -22,9 +22,12 @@ from moongate.router.blocks import pack_tokens
 
 T = TypeVar("T")
 
-INLINE_BYTES = 4096
-"""New text of up to this size is encoded in the event loop: it takes a few ms, and a thread's result
+INLINE_BYTES = 8192
+"""New text of up to this size is encoded in the event loop: it takes some ms, and a thread's result
 can be as long in coming where other work wants the processor."""
+
+BATCH_BYTES_MIN = 16_384
+"""Less than this is not worth a thread of its own."""
 
 BYTES_PER_S_PRIOR = 1_000_000.0
 """SmolLM2's tokenizer on one slow core."""
@@ -289,9 +292,12 @@ def _add_frame(ids: Sequence[int], keys: list[Key], pieces: list[Piece]) -> None
 
 
 def _share_out(news: Iterable[_New], threads: int) -> list[list[_New]]:
-    """Return the pieces in as many batches as there are threads, about equally large."""
-    batches: list[list[_New]] = [[] for _ in range(threads)]
-    sizes = [0] * threads
+    """Return the pieces in as many batches as are worth a thread, about equally large."""
+    news = list(news)
+    worth = sum(len(new.data) for new in news) // BATCH_BYTES_MIN
+    count = max(1, min(threads, worth))
+    batches: list[list[_New]] = [[] for _ in range(count)]
+    sizes = [0] * count
     for new in sorted(news, key=lambda new: -len(new.data)):
         least = sizes.index(min(sizes))
         batches[least].append(new)
