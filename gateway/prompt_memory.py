@@ -86,8 +86,9 @@ def name_piece(text: bytes, tag: bytes) -> Key:
 class PromptMemory:
     """Bounded by `bytes_max`; see the module. Not for use from several threads."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, head_chars: int = HEAD_CHARS) -> None:
         self._bytes_max = bytes_max
+        self.head_chars = head_chars
         self._bytes = 0
         self._entries: OrderedDict[object, tuple[Value, int]] = OrderedDict()
         self._openings: dict[tuple[bytes, str], list[Opening]] = {}  # by head
@@ -126,7 +127,7 @@ class PromptMemory:
         Cost: one comparison of bytes, with a few others that soon differ.
         """
         found = None
-        for opening in self._openings.get((tag, text[:HEAD_CHARS]), ()):
+        for opening in self._openings.get((tag, text[: self.head_chars]), ()):
             end = len(opening.text)
             is_longer = found is None or end > len(found.text)
             if is_longer and text.startswith(opening.text) and is_cut(text, end):
@@ -139,8 +140,8 @@ class PromptMemory:
         return found
 
     def add_opening(self, opening: Opening, tag: bytes, extended: Opening | None) -> None:
-        """Remember an opening, in place of the one that it goes on from."""
-        head = (tag, opening.text[:HEAD_CHARS])
+        """Remember an opening of `head_chars` at least, in place of the one that it goes on from."""
+        head = (tag, opening.text[: self.head_chars])
         others = self._openings.setdefault(head, [])
         if extended is not None and extended in self._entries:
             self._drop(extended)

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, PromptUnsupported
-from moongate.gateway.prompt_memory import Key, Opening, Piece, PromptMemory, name_piece
+from moongate.gateway.prompt_memory import (
+    Key,
+    Opening,
+    Piece,
+    PromptMemory,
+    name_piece,
+)
 from moongate.router.blocks import pack_tokens
 
 T = TypeVar("T")
@@ -148,6 +154,8 @@ class Tokenizing:
     ) -> None:
         """Remember all but the last piece, which opens the answer that the next turn will have."""
         end = len(text) - len(news[-1].text)
+        if end < self.memory.head_chars:
+            return  # openings are found by so much of a text; its pieces will do
         count = len(news) - 1 + (len(extended.keys) if extended is not None else 0)
         start = next(n for n, piece in enumerate(whole.pieces) if piece.text)  # behind the frame
         opening = Opening(
