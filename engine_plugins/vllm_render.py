@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import orjson
 from tokenizers import Tokenizer
 
 from moongate.engine_plugins.boundaries import Boundaries, find_boundaries
@@ -37,6 +39,9 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """First line of Claude Code's system prompt; changes with every request, so engines drop it."""
 
 _RESERVED_KWARGS = frozenset({"chat_template", "tokenize", "tools", "messages", "return_dict"})
+_EXPONENT = re.compile(rb"\de\+?\d\d")
+_EXACT_MAX = 2.0**63
+
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -120,6 +125,8 @@ class ModelRenderer:
         template = self._template(tools)
         conversation = _conversation(body.get("messages"), template)
         variables = _template_variables(body)
+        if any(map(_has_huge_number, (tools, variables))):
+            raise PromptUnsupported("huge_number")
         continues = bool(variables.pop("continue_final_message", False))
         if continues:
             conversation = _mark_final_message(conversation)
@@ -455,6 +462,8 @@ def _in_order(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 
 def _arguments(arguments: object) -> dict[str, Any]:
     """Return a call's arguments as an object; what is none becomes empty, as in the engine."""
+    if isinstance(arguments, dict) and _has_huge_number(arguments):
+        raise PromptUnsupported("huge_number")
     if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
@@ -463,6 +472,29 @@ def _arguments(arguments: object) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:  # a number or a nesting without end
             raise PromptRefused("tool_calls: arguments that can't be read") from error
     return arguments if isinstance(arguments, dict) else {}
+
+
+def _has_huge_number(value: object) -> bool:
+    """Tell whether a number may be one that the body's parser could only keep as a float.
+
+    orjson reads integers of more than 64 bits so; the engine keeps them, and templates print them.
+    """
+    try:
+        written = orjson.dumps(value, default=str)
+    except orjson.JSONEncodeError:  # nested more deeply than it writes: nobody knows
+        return True
+    if _EXPONENT.search(written) is None:
+        return False
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, float) and abs(one) >= _EXACT_MAX:
+            return True
+        if isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+    return False
 
 
 # --- system messages ------------------------------------------------------------------------------

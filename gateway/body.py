@@ -31,6 +31,7 @@ SESSION_KEY_CHARS_MAX = 512
 OUTLINED_BYTES_MIN = 16_384
 """Larger bodies are outlined before they are parsed."""
 
+OUTLINED_FIELDS_MAX = 256
 LARGE_VALUE_BYTES = 4096
 _KEPT_WHOLE = frozenset(
     ("model", "stream", "metadata", "prompt_cache_key", "user", "cache_salt", "stream_options")
@@ -102,15 +103,20 @@ def _outline(raw: bytes) -> bytes | None:
             raw.decode()  # strings were only skipped
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # no JSON, or not strictly, or not UTF-8: whoever reads it all will say
-    for name, value in values.items():
-        if len(value) < LARGE_VALUE_BYTES or name in _KEPT_WHOLE:
-            continue
+    if len(values) > OUTLINED_FIELDS_MAX:
+        return None
+    parts: list[bytes] = []
+    kept_to = position = 0
+    for name, value in values.items():  # in the order of the text
         text = bytes(value)
-        found = re.search(rb'"%b"\s*:\s*' % re.escape(name.encode()), raw)
+        found = re.compile(rb'"%b"\s*:\s*' % re.escape(name.encode())).search(raw, position)
         if found is None or not raw.startswith(text, found.end()):
-            return None  # spelled with escapes, or the same name stands in a value before
-        raw = raw[: found.end()] + _STAND_INS[text[:1]] + raw[found.end() + len(text) :]
-    return raw
+            return None  # given twice, spelled with escapes, or alike in a value before
+        position = found.end() + len(text)
+        if len(text) >= LARGE_VALUE_BYTES and name not in _KEPT_WHOLE:
+            parts += (raw[kept_to : found.end()], _STAND_INS[text[:1]])
+            kept_to = position
+    return b"".join([*parts, raw[kept_to:]])
 
 
 def _parse_json(raw: bytes) -> tuple[dict[str, Any], bool]:
@@ -165,8 +171,15 @@ def _refuse_duplicates(raw: bytes) -> None:
 def without_key(raw: bytes, key: str) -> bytes:
     """Return a JSON object's text without a top-level key; every other byte stays as it is.
 
-    The text has been parsed before, so it is an object.
+    The text has been parsed before, so it is an object. Raises: GatewayError (400).
     """
+    try:
+        return _without_key(raw, key)
+    except RecursionError as too_deep:
+        raise _bad("the body is nested too deeply") from too_deep
+
+
+def _without_key(raw: bytes, key: str) -> bytes:
     text = raw.decode("utf-8", "surrogateescape")
     scan = json.JSONDecoder()
     position = text.index("{") + 1

@@ -87,6 +87,7 @@ FAILURES: dict[type[UpstreamError], FailureKind] = {
     Unreachable: FailureKind.UNREACHABLE,
     Disconnected: FailureKind.DISCONNECTED,
     TimedOut: FailureKind.TIMEOUT,
+    PoolFull: FailureKind.FULL,
 }
 
 
@@ -297,12 +298,6 @@ class _Exchange:
                 if not isinstance(command, Forward):
                     await self._relay(opened, forward)
                     return
-            except PoolFull as error:
-                self._finish(Outcome.CLIENT_LEFT)  # the instance has done nothing wrong
-                raise GatewayError(
-                    503, f"the instance's connections are all in use: {error}", "gateway_pool",
-                    headers={"retry-after": "1"},
-                ) from error  # fmt: skip
             except UpstreamError as error:
                 failure = error
                 command = self._report(FAILURES[type(error)])
@@ -548,6 +543,11 @@ def _describe(error: UpstreamError) -> str:
 
 
 def _as_gateway_error(error: UpstreamError) -> GatewayError:
+    if isinstance(error, PoolFull):
+        return GatewayError(
+            503, f"the instances' connections are all in use: {error}", "gateway_pool",
+            headers={"retry-after": "1"},
+        )  # fmt: skip
     if isinstance(error, TimedOut):
         return GatewayError(504, f"the engine failed: {_describe(error)}", "engine_timeout")
     return GatewayError(502, f"the engine failed: {_describe(error)}", "engine_unreachable")

@@ -27,7 +27,12 @@ TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
 class Metrics:
     """What the edge counts. `registry` is this gateway's own, so that tests can have several."""
 
-    def __init__(self, core: RouterCore, queue_requests: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        core: RouterCore,
+        queue_requests: Callable[[], int],
+        prompt_memory_bytes: Callable[[], int],
+    ) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Tally(
@@ -81,15 +86,21 @@ class Metrics:
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,
         )  # fmt: skip
-        r.register(_CoreCollector(core, queue_requests))
+        r.register(_CoreCollector(core, queue_requests, prompt_memory_bytes))
 
 
 class _CoreCollector(Collector):
     """Reads the core at the time of the scrape, so that nothing is counted twice."""
 
-    def __init__(self, core: RouterCore, queue_requests: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        core: RouterCore,
+        queue_requests: Callable[[], int],
+        prompt_memory_bytes: Callable[[], int],
+    ) -> None:
         self._core = core
         self._queue_requests = queue_requests
+        self._prompt_memory_bytes = prompt_memory_bytes
 
     def collect(self) -> Iterable[Metric]:
         yield from self._instance_metrics()
@@ -97,6 +108,9 @@ class _CoreCollector(Collector):
         queue = GaugeMetricFamily("moongate_queue_requests", "Requests whose prompt is being read")
         queue.add_metric([], self._queue_requests())
         yield queue
+        memory = GaugeMetricFamily("moongate_prompt_memory_bytes", "What was tokenised before")
+        memory.add_metric([], self._prompt_memory_bytes())
+        yield memory
 
     def _instance_metrics(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("moongate_instance_up", "1 if healthy", labels=["instance"])

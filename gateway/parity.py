@@ -19,6 +19,7 @@ class PromptForm(Enum):
     """Forms of prompts that are rendered in different ways."""
 
     PLAIN = "plain"  # a chat of messages with one text each
+    RESULTS = "results"  # the same, with results of tools among them
     RICH = "rich"  # a chat with tools, tool calls, or content in parts
     COMPLETION = "completion"
 
@@ -30,6 +31,14 @@ PROBE_BODIES: Mapping[PromptForm, Mapping[str, Any]] = {
             {"role": "user", "content": "Grüße, 世界 🙂\n"},
             {"role": "assistant", "content": " yes "},
             {"role": "user", "content": "and?"},
+        ]
+    },
+    PromptForm.RESULTS: {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "tool", "tool_call_id": "call_1", "content": "<c>\n"},
+            {"role": "user", "content": "d"},
         ]
     },
     PromptForm.RICH: {
@@ -102,8 +111,11 @@ def form_of(route: Route, fields: Mapping[str, Any]) -> PromptForm:
     """Return the form of a body's prompt."""
     if route.kind is PromptKind.COMPLETION:
         return PromptForm.COMPLETION
-    is_plain = not fields.get("tools") and all(map(_is_plain, fields["messages"]))
-    return PromptForm.PLAIN if is_plain else PromptForm.RICH
+    messages = fields["messages"]
+    if fields.get("tools") or not all(map(_is_plain, messages)):
+        return PromptForm.RICH
+    has_results = any(message.get("role") == "tool" for message in messages)
+    return PromptForm.RESULTS if has_results else PromptForm.PLAIN
 
 
 def _is_plain(message: object) -> bool:

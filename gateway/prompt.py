@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,15 @@ logger = logging.getLogger(__name__)
 RELOAD_AFTER_S = 60.0
 """A model directory that could not be loaded is not tried again before."""
 
-READ_BYTES_MAX = 8_388_608
+READ_BYTES_MAX = 16_777_216
 """Larger bodies are known by their first bytes: no context takes so much text, so they are images, and
 reading them would hold everybody up (30 MiB: 50 ms)."""
 
 RENDER_INLINE_BYTES = 2_000_000
 """Larger bodies are rendered in a thread: it takes about a ms per MB."""
+
+IMAGE_BYTES = 4096
+"""What an image counts as, in bytes of text: about 1,000 tokens."""
 
 REMOTE_FIELDS = (
     "messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt",
@@ -209,6 +212,11 @@ class PromptPipeline:
         """Tell whether prompts are being encoded, waited for or not."""
         return self._tokenizing.effort.backlog_bytes > 0
 
+    @property
+    def memory_bytes(self) -> int:
+        """Return what is remembered of prompts, about."""
+        return self._tokenizing.memory.bytes_used
+
     def agrees_with(self, model: str, api: EngineApi, form: PromptForm) -> bool:
         """Tell whether this very instance was asked, and gave the ids that are made here."""
         known = self._models.get(model)
@@ -282,22 +290,26 @@ class PromptPipeline:
     ) -> ReadPrompt:
         """Raises: PromptRefused, PromptUnsupported."""
         fields = prompt_fields(route, body.fields)
-        size, reason = len(body.raw), "budget"
+        size, reason, salt = len(body.raw), "budget", read_salt(body)
         try:
             text, special = await self._render(renderer, fields, size)
-            tokenized = await self._tokenizing.tokenize(renderer, text, add_special_tokens=special)
+            tokenized = await self._tokenizing.tokenize(
+                renderer, text, add_special_tokens=special, salt=salt
+            )
         except PromptUnsupported as error:
             tagged = with_tags(route, fields)
             if tagged is None:
                 raise
             reason = error.reason
             text, special = await self._render(renderer, tagged, size)
-            beginning, tag, _ = text.partition(NO_TEXT_TAG)
-            if not tag:
+            beginning, *others = text.split(NO_TEXT_TAG)
+            if not others:
                 raise  # the template leaves it out
             tokenized = await self._tokenizing.tokenize_beginning(
-                renderer, beginning, add_special_tokens=special
+                renderer, beginning, add_special_tokens=special, salt=salt
             )
+            following = sum(map(len, others)) + len(others) * IMAGE_BYTES
+            tokenized = replace(tokenized, unknown_bytes=tokenized.unknown_bytes + following)
         prompt = self._prompt_of_pieces(tokenized, body)
         if prompt.is_exact:
             return ReadPrompt(prompt, tokenized=tokenized, form=form)

@@ -12,6 +12,7 @@ encoded again, a forgotten beginning hashed again; nothing else depends on them.
 
 from __future__ import annotations
 
+import bisect
 import sys
 from array import array
 from collections import OrderedDict
@@ -28,14 +29,19 @@ from moongate.router.model import BlockHash
 Key = bytes
 """Names a piece of text, or a beginning."""
 
-ENTRY_BYTES = 300
+ENTRY_BYTES = 450
 """An entry's own overhead, about: its objects and its place in the table."""
 
-HEAD_CHARS = 2048
-"""Openings are looked for among those with the same first characters."""
+OPENING_CHARS_MIN = 2048
+LEVEL_RATIO = 1.25
+"""Openings are found by the hash of their text up to the highest level that they reach: 2,048 characters,
+2,560, 3,200, ... So conversations are told apart by four fifths of their text, whatever they share."""
 
-OPENINGS_PER_HEAD = 32
-"""Of conversations that begin alike; the oldest goes first."""
+LEVELS_TRIED = 5
+"""A text is looked for at so many levels: it has at most tripled since its last turn."""
+
+OPENINGS_PER_HEAD = 8
+"""Of texts alike up to their level; the oldest goes first."""
 
 HASH_BYTES = 72
 """A block hash and its place in a list."""
@@ -72,6 +78,9 @@ class Opening:
     pieces: Sequence[Piece]
 
 
+Head = tuple[bytes, int]
+"""Names the beginning of a text up to a level: its hash, and the level."""
+
 Value = Piece | Opening | list[BlockHash]
 
 
@@ -86,13 +95,13 @@ def name_piece(text: bytes, tag: bytes) -> Key:
 class PromptMemory:
     """Bounded by `bytes_max`; see the module. Not for use from several threads."""
 
-    def __init__(self, bytes_max: int, head_chars: int = HEAD_CHARS) -> None:
+    def __init__(self, bytes_max: int, opening_chars_min: int = OPENING_CHARS_MIN) -> None:
         self._bytes_max = bytes_max
-        self.head_chars = head_chars
+        self._levels = [int(opening_chars_min * LEVEL_RATIO**n) for n in range(48)]
         self._bytes = 0
         self._entries: OrderedDict[object, tuple[Value, int]] = OrderedDict()
-        self._openings: dict[tuple[bytes, str], list[Opening]] = {}  # by head
-        self._heads: dict[Opening, tuple[bytes, str]] = {}  # tag, and first characters
+        self._openings: dict[Head, list[Opening]] = {}
+        self._heads: dict[Opening, Head] = {}
 
     @property
     def bytes_used(self) -> int:
@@ -124,32 +133,48 @@ class PromptMemory:
     ) -> Opening | None:
         """Return the longest opening with which a text begins, and which ends where it may be cut.
 
-        Cost: one comparison of bytes, with a few others that soon differ.
+        Cost: a hash and a comparison of the text; of a text that nothing goes on from, some hashes.
         """
-        found = None
-        for opening in self._openings.get((tag, text[: self.head_chars]), ()):
-            end = len(opening.text)
-            is_longer = found is None or end > len(found.text)
-            if is_longer and text.startswith(opening.text) and is_cut(text, end):
-                found = opening
-        if found is not None:
-            for key in found.keys:
-                if key in self._entries:
-                    self._entries.move_to_end(key)
-            self._entries.move_to_end(found)
-        return found
+        longest = bisect.bisect_right(self._levels, len(text))
+        for level in reversed(self._levels[max(longest - LEVELS_TRIED, 0) : longest]):
+            fitting = [
+                opening
+                for opening in self._openings.get(_name_head(text, level, tag), ())
+                if text.startswith(opening.text) and is_cut(text, len(opening.text))
+            ]
+            for opening in sorted(fitting, key=lambda fit: -len(fit.text)):
+                if self._touch(opening):
+                    return opening
+        return None
+
+    def _touch(self, opening: Opening) -> bool:
+        """Note that an opening is used. One whose pieces were forgotten is forgotten too."""
+        entries = self._entries
+        if not all(key in entries for key in opening.keys):
+            self._drop(opening)
+            return False
+        for key in opening.keys:
+            entries.move_to_end(key)
+        entries.move_to_end(opening)
+        return True
 
     def add_opening(self, opening: Opening, tag: bytes, extended: Opening | None) -> None:
-        """Remember an opening of `head_chars` at least, in place of the one that it goes on from."""
-        head = (tag, opening.text[: self.head_chars])
-        others = self._openings.setdefault(head, [])
+        """Remember an opening, in place of the one that it goes on from. Short ones are not."""
+        length = len(opening.text)
+        if length < self._levels[0]:
+            return
         if extended is not None and extended in self._entries:
             self._drop(extended)
-        elif len(others) >= OPENINGS_PER_HEAD:
+        level = self._levels[bisect.bisect_right(self._levels, length) - 1]
+        head = _name_head(opening.text, level, tag)
+        others = self._openings.get(head, [])
+        if any(other.text == opening.text for other in others):
+            return
+        if len(others) >= OPENINGS_PER_HEAD:
             self._drop(others[0])
         self._openings.setdefault(head, []).append(opening)
-        size = sys.getsizeof(opening.text) + 16 * len(opening.keys) + ENTRY_BYTES
         self._heads[opening] = head
+        size = sys.getsizeof(opening.text) + 16 * len(opening.keys) + ENTRY_BYTES
         self._add(opening, opening, size)
 
     # --- beginnings -------------------------------------------------------------------------------
@@ -220,6 +245,11 @@ class PromptMemory:
             self._openings[head].remove(value)
             if not self._openings[head]:
                 del self._openings[head]
+
+
+def _name_head(text: str, level: int, tag: bytes) -> Head:
+    # Surrogates can't be tokenised, which is for others to say.
+    return xxhash.xxh3_128_digest(text[:level].encode("utf-8", "surrogatepass")) + tag, level
 
 
 def _name_beginnings(

@@ -21,7 +21,8 @@ _EVENT_ENDS = re.compile(rb"(?:\r\n\r\n|\n\n|\r\r)")
 def asks_for_usage(fields: Mapping[str, Any]) -> bool:
     """Tell whether the client itself wants the usage of its stream."""
     options = fields.get("stream_options")
-    return isinstance(options, dict) and options.get("include_usage") is True
+    # The engine takes other spellings of true as well.
+    return isinstance(options, dict) and options.get("include_usage") not in (None, False)
 
 
 def with_usage_asked(raw: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,8 @@ within the budget is begun all the same and remembered, and the request goes by 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +27,8 @@ from moongate.gateway.prompt_memory import (
     name_piece,
 )
 from moongate.router.blocks import pack_tokens
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -126,16 +130,22 @@ class Tokenizing:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def tokenize(
-        self, renderer: ModelRenderer, text: str, *, add_special_tokens: bool = False
+        self,
+        renderer: ModelRenderer,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        salt: str | None = None,
     ) -> Tokenized:
         """Return the ids of a text as far as they are known within the budget.
 
-        Raises: PromptUnsupported.
+        What is remembered under a salt is found under the same only: how long an answer takes tells
+        nobody else that a text was sent before. Raises: PromptUnsupported.
         """
         frame = renderer.frame if add_special_tokens else ([], [])
         if frame is None:
             return await self._tokenize_framed(renderer, text)
-        tag, boundaries = self._tag(renderer), renderer.boundaries
+        tag, boundaries = self._tag(renderer, salt), renderer.boundaries
         opening = self.memory.find_opening(text, tag, boundaries.is_cut)
         news = _cut(boundaries.split(text[len(opening.text) :] if opening else text), tag)
         found = await self._find(renderer, news)
@@ -154,8 +164,6 @@ class Tokenizing:
     ) -> None:
         """Remember all but the last piece, which opens the answer that the next turn will have."""
         end = len(text) - len(news[-1].text)
-        if end < self.memory.head_chars:
-            return  # openings are found by so much of a text; its pieces will do
         count = len(news) - 1 + (len(extended.keys) if extended is not None else 0)
         start = next(n for n, piece in enumerate(whole.pieces) if piece.text)  # behind the frame
         opening = Opening(
@@ -164,22 +172,28 @@ class Tokenizing:
         self.memory.add_opening(opening, tag, extended)
 
     async def tokenize_beginning(
-        self, renderer: ModelRenderer, text: str, *, add_special_tokens: bool = False
+        self,
+        renderer: ModelRenderer,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        salt: str | None = None,
     ) -> Tokenized:
         """Return what is known of a text that goes on: never its last piece, which may be longer.
 
         Raises: PromptUnsupported.
         """
         frame = renderer.frame if add_special_tokens else ([], [])
-        *news, last = _cut(renderer.boundaries.split(text), self._tag(renderer))
+        *news, last = _cut(renderer.boundaries.split(text), self._tag(renderer, salt))
         following_bytes = max(len(last.data), 1)
         if frame is None:  # what comes first depends on what isn't known
             return Tokenized([], [], following_bytes)
         known = _put_together(news, await self._find(renderer, news), (frame[0], []))
         return Tokenized(known.keys, known.pieces, known.unknown_bytes + following_bytes)
 
-    def _tag(self, renderer: ModelRenderer) -> bytes:
-        return self._tags.setdefault(renderer, len(self._tags).to_bytes(2, "big"))
+    def _tag(self, renderer: ModelRenderer, salt: str | None = None) -> bytes:
+        tag = self._tags.setdefault(renderer, len(self._tags).to_bytes(2, "big"))
+        return tag if salt is None else tag + hashlib.sha256(salt.encode()).digest()
 
     async def _find(
         self, renderer: ModelRenderer, news: Sequence[_New]
@@ -201,9 +215,7 @@ class Tokenizing:
         """Return what is known of the missing pieces in time."""
         own = [new for new in missing if new.key not in self._under_way]
         if len(own) == len(missing) and self._is_quick(sum(len(new.data) for new in own)):
-            encoded, _ = _encode_batch(renderer, own)
-            self._remember(encoded)
-            return encoded
+            return self._encode_at_once(renderer, own)
         batches = _share_out(own, self.effort.threads)
         is_in_time = self.effort.expected_s(batches) <= self._budget_s
         others = {self._under_way[n.key] for n in missing if n.key in self._under_way}
@@ -212,10 +224,20 @@ class Tokenizing:
         waited = {*others, *(self._begin(renderer, batch) for batch in batches)}
         if is_in_time and waited:
             await asyncio.wait(waited, timeout=self._budget_s * PATIENCE)
-        encoded = {}
+        encoded: dict[Key, Piece] = {}
         for future in waited:
-            if future.done() and not future.cancelled():  # they are as it is closed
+            is_done = future.done() and not future.cancelled()  # they are as it is closed
+            if is_done and future.exception() is None:
                 encoded |= future.result()
+        return encoded
+
+    def _encode_at_once(self, renderer: ModelRenderer, news: Sequence[_New]) -> Encoded:
+        try:
+            encoded, _ = _encode_batch(renderer, news)
+        except Exception:  # whatever the library fails at, it is the text that isn't known
+            logger.exception("a text could not be tokenised")
+            return {}
+        self._remember(encoded)
         return encoded
 
     def _is_quick(self, size: int) -> bool:
@@ -236,6 +258,7 @@ class Tokenizing:
             if done.cancelled():
                 future.cancel()
             elif (error := done.exception()) is not None:
+                logger.error("a text could not be tokenised", exc_info=error)
                 future.set_exception(error)
                 future.exception()  # nobody may be waiting any more
             else:

@@ -22,6 +22,10 @@ KEEP_ALIVE_S = 4.0
 into a connection that is just being closed."""
 
 
+RESENT_WITHIN_S = 0.1
+"""A kept connection that ends so soon was closed for being idle; later, the engine had the request."""
+
+
 class UpstreamError(Exception):
     """An attempt at an engine failed."""
 
@@ -110,6 +114,7 @@ class Upstream:
         self._busy: set[_Connection] = set()
         self._connecting = 0
         self._sweep: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     async def send(
         self, path: str, headers: Sequence[tuple[bytes, bytes]], body: Sequence[bytes]
@@ -119,12 +124,13 @@ class Upstream:
         Raises: UpstreamError.
         """
         head = format_request(path, self._authority, headers, sum(map(len, body)))
-        kept = self._take_idle()
+        kept, began = self._take_idle(), asyncio.get_running_loop().time()
         if kept is not None:
             try:
                 return await self._exchange(kept, head, body)
             except Disconnected:
-                if kept.has_answered:
+                took_s = asyncio.get_running_loop().time() - began
+                if kept.has_answered or took_s > RESENT_WITHIN_S:
                     raise
                 # It was closed for being idle just as we used it, so nobody has seen the request.
         return await self._exchange(await self._connect(), head, body)
@@ -140,6 +146,7 @@ class Upstream:
             raise
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in [*self._idle, *self._busy]:
@@ -175,11 +182,16 @@ class Upstream:
             raise Unreachable(str(error)) from error
         finally:
             self._connecting -= 1
+        if self._is_closed:
+            connection.abort()
         return connection
 
     def keep(self, connection: _Connection) -> None:
         """Take a connection back that can carry another exchange."""
         self._busy.discard(connection)
+        if self._is_closed:
+            connection.abort()
+            return
         self._idle.append(connection)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._sweep_idle)

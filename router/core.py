@@ -93,6 +93,7 @@ class _Tracked:
     attempt: int = 0
     holder: Holder | None = None
     tried: list[InstanceId] = field(default_factory=list)
+    full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
     prefill_tokens: int = 0
@@ -216,10 +217,11 @@ class RouterCore:
     def _try_forward(self, tracked: _Tracked, now: float) -> Forward | None:
         """Choose a holder and reserve it, in one step. None: no instance is left to choose."""
         request = tracked.request
-        choice = self._choose(request, now, self._random_below, excluded=tracked.tried)
+        excluded = [*tracked.tried, *tracked.full]
+        choice = self._choose(request, now, self._random_below, excluded)
         if choice is None:
             return None
-        if tracked.attempt == 0:
+        if not excluded:
             departure = choice.departure
             self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
             if departure.chain and departure.lineage.history_blocks == 0:
@@ -284,6 +286,8 @@ class RouterCore:
         self._release(tracked, now)
         self.settling.drop(event.request_id)
         commands = self._note_failure(tracked.holder.instance_id, event.kind)
+        if event.kind is FailureKind.FULL:
+            self._take_back_attempt(tracked)
         if tracked.attempt < self.limits.attempts_max:
             forward = self._try_forward(tracked, now)
             if forward is not None:
@@ -292,6 +296,13 @@ class RouterCore:
         del self.requests[event.request_id]
         self._end_trials(tracked)
         return [*commands, RelayFailure(event.request_id)]
+
+    def _take_back_attempt(self, tracked: _Tracked) -> None:
+        """Nothing was sent, so it was no attempt, and says nothing about the instance."""
+        instance_id = tracked.tried.pop()
+        tracked.full.append(instance_id)
+        tracked.attempt -= 1
+        self._get_instance(instance_id).end_trial(tracked.request.id)
 
     def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
         instance = self.fleet.find(instance_id)
@@ -305,7 +316,7 @@ class RouterCore:
                 return [Probe(instance_id)]
             case FailureKind.DISCONNECTED:
                 return [Probe(instance_id)]
-            case FailureKind.TIMEOUT | FailureKind.STATUS:
+            case FailureKind.TIMEOUT | FailureKind.STATUS | FailureKind.FULL:
                 return []
             case _:
                 assert_never(kind)

@@ -151,6 +151,7 @@ class FailureKind(Enum):
     DISCONNECTED = "disconnected"  # reset or closed before an answer
     TIMEOUT = "timeout"  # no proof that it is gone; the edge has cancelled the attempt
     STATUS = "status"  # answered, with a status of 500 or more
+    FULL = "full"  # not sent: the edge has as many requests there as it may have
 
 
 @dataclass(frozen=True, slots=True)

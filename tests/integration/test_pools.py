@@ -79,3 +79,28 @@ async def test_c108_a_connection_that_the_engine_closes_when_idle_costs_no_reque
         assert len(engine.received) == 60
         assert await gateway.metric("moongate_retries_total") == 0
         assert await gateway.metric("moongate_instance_up", instance="a") == 1
+
+
+async def test_c107_what_does_not_fit_into_one_pool_goes_elsewhere() -> None:
+    limits = {"connections_per_instance_max": 2}
+    async with FakeEngine(stream_until_left) as a, FakeEngine(stream_until_left) as b:
+        async with live_gateway(
+            [a.url, b.url], limits=limits, policy={"name": "session_hash"}
+        ) as gateway:
+            key = {"x-session-id": "same"}
+            streams = [
+                asyncio.create_task(gateway.chat(stream=True, headers=key)) for _ in range(4)
+            ]
+            await until(lambda: len(a.received) + len(b.received) == 4)
+            assert len(a.received) == len(b.received) == 2
+            refused = await gateway.chat(headers=key)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "gateway_pool")
+            assert await gateway.metric("moongate_retries_total", reason="full") == 4 - 1
+            assert gateway.inflight() == 4
+            for name in "ab":
+                assert await gateway.metric("moongate_instance_up", instance=name) == 1
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+            await until(lambda: gateway.inflight() == 0)
+            assert not any(i.suspended_until for i in gateway.core.fleet)

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+import moongate.simulator
 from moongate.engine_plugins.chat_template import ChatTemplate
 from moongate.engine_plugins.vllm_render import (
     ModelDirectoryError,
@@ -674,3 +676,41 @@ def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path: Path) -> 
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert ModelRenderer.load(tmp_path).completion_token_ids("a b") == [0, 1, 2]
+
+
+# --- numbers that a parser rounds -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "is_read"),
+    [
+        ("9223372036854775807", True),
+        ("1.5e3", True),
+        ("1e-30", True),
+        ("18446744073709551616", False),
+        ("-12345678901234567890123", False),
+    ],
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"max": [%s]}}}]',
+        '"chat_template_kwargs": {"x": {"y": %s}}',
+        '"documents": [{"n": %s}]',
+        (
+            '"messages": [{"role": "assistant", "content": "", "tool_calls":'
+            ' [{"function": {"name": "f", "arguments": {"x": %s}}}]}]'
+        ),
+    ],
+)
+def test_a_number_that_the_gateways_parser_rounds_is_left_to_the_engine(
+    number: str, is_read: bool, place: str
+) -> None:
+    renderer = ModelRenderer.load(Path(moongate.simulator.__file__).parent / "model")
+    base = {"messages": [{"role": "user", "content": "1e30 18446744073709551616"}]}
+    fields = {**base, **orjson.loads("{" + place.replace("%s", number) + "}")}
+    if is_read:
+        assert renderer.chat_text(fields)
+    else:
+        with pytest.raises(PromptUnsupported, match="huge_number"):
+            renderer.chat_text(fields)

@@ -370,3 +370,36 @@ def test_added_fields_change_nothing_else(fields: dict[str, object], indent: int
     added = b"".join(with_fields(raw, b'"k":[1,{"x":2}]'))
     assert json.loads(added) == {**fields, "k": [1, {"x": 2}]}
     assert added.startswith(raw[:-1].rstrip())
+
+
+# --- outlines -------------------------------------------------------------------------------------
+
+
+def test_many_large_fields_are_outlined_in_one_pass() -> None:
+    fields = {f"x{n}": "y" * 5000 for n in range(200)}
+    raw = orjson.dumps({"model": "m", **fields, "messages": MESSAGES})
+    body = parse_body(raw, CHAT)
+    assert body.is_outlined
+    assert len(orjson.dumps(dict(body.top))) < 10_000
+    assert body.fields == orjson.loads(raw)
+
+
+def test_a_value_that_also_stands_inside_of_another_is_not_mistaken_for_it() -> None:
+    long = "u" * 5000
+    raw = orjson.dumps(
+        {
+            "model": "m",
+            "metadata": {"user_id": long},
+            "user_id": long,
+            "messages": MESSAGES * 1000,
+        }
+    )
+    body = parse_body(raw, CHAT)
+    assert find_session_key({}, body, None) == long[:512]
+    assert body.fields == orjson.loads(raw)
+
+
+def test_too_deep_a_body_is_refused_where_a_key_is_to_be_cut_out_of_it() -> None:
+    raw = b'{"x": %b%b, "kv_transfer_params": {}}' % (b"[" * 1010, b"]" * 1010)
+    with pytest.raises(GatewayError, match="nested too deeply"):
+        without_key(raw, "kv_transfer_params")

@@ -13,6 +13,7 @@ from moongate.gateway.prompt_memory import (
     ENTRY_BYTES,
     OPENINGS_PER_HEAD,
     Opening,
+    Piece,
     PromptMemory,
     name_piece,
 )
@@ -27,7 +28,7 @@ RENDERERS = {
 
 
 def opening(text: str) -> Opening:
-    return Opening(text, [name_piece(text.encode(), TAG)], [])
+    return Opening(text, [], [])
 
 
 def anywhere(text: str, at: int) -> bool:
@@ -40,7 +41,7 @@ def found(memory: PromptMemory, text: str, tag: bytes = TAG) -> str | None:
 
 
 def remembering(*texts: str, bytes_max: int = 1 << 20) -> PromptMemory:
-    memory = PromptMemory(bytes_max, head_chars=HEAD)
+    memory = PromptMemory(bytes_max, opening_chars_min=HEAD)
     for text in texts:
         memory.add_opening(opening(text), TAG, None)
     return memory
@@ -83,10 +84,37 @@ def test_an_opening_that_was_forgotten_meanwhile_can_be_gone_on_from() -> None:
     assert found(memory, "same abcd") == "same abc"
 
 
-def test_of_those_that_begin_alike_the_oldest_goes_first() -> None:
-    texts = [f"same {n:03}" for n in range(OPENINGS_PER_HEAD + 1)]
+def test_of_texts_that_hardly_differ_the_oldest_goes_first() -> None:
+    texts = [f"same ab{chr(97 + n)}" for n in range(OPENINGS_PER_HEAD + 1)]
     memory = remembering(*texts)
     assert [found(memory, f"{text}x") for text in texts] == [None, *texts[1:]]
+
+
+def test_conversations_that_share_a_long_beginning_do_not_push_each_other_out() -> None:
+    texts = [f"{'shared ' * 20}{n:03}{'own ' * 20}" for n in range(100)]
+    memory = remembering(*texts)
+    assert [found(memory, f"{text} and more") for text in texts] == texts
+
+
+def test_the_same_opening_is_kept_once() -> None:
+    memory = remembering(*["same a"] * 20)
+    assert [len(kept) for kept in memory._openings.values()] == [1]
+
+
+def test_an_opening_whose_pieces_are_forgotten_is_forgotten() -> None:
+    memory = PromptMemory(1 << 20, opening_chars_min=HEAD)
+    piece = Piece(b"same a", b"")
+    key = name_piece(piece.text, TAG)
+    memory.add_opening(Opening("same a", [key], [piece]), TAG, None)
+    assert found(memory, "same ab") is None
+    assert memory.bytes_used == 0
+    memory.add_piece(key, piece)
+    memory.add_opening(Opening("same a", [key], [piece]), TAG, None)
+    assert found(memory, "same ab") == "same a"
+
+
+def test_a_short_opening_is_not_kept() -> None:
+    assert remembering("abc").bytes_used == 0
 
 
 @settings(deadline=None)
@@ -117,7 +145,7 @@ def check_all(name: str, texts: Sequence[str], *, special: bool = False) -> None
 
     async def story() -> None:
         tokenizing = Tokenizing(budget_s=10.0, memory_bytes_max=1 << 22)
-        tokenizing.memory.head_chars = HEAD
+        tokenizing.memory = PromptMemory(1 << 22, opening_chars_min=HEAD)
         try:
             for text in texts:
                 tokenized = await tokenize(tokenizing, name, text, special)

@@ -725,6 +725,20 @@ def test_a_conversation_with_an_image_is_known_by_the_messages_before_it() -> No
 
 
 @pytest.mark.parametrize("content", [[IMAGE], [{"type": "text", "text": "a", "uuid": "u"}]])
+def test_what_follows_an_image_counts_as_not_known() -> None:
+    async def story() -> None:
+        counts = []
+        for following in ([], [{"role": "user", "content": "x" * 40_000}]):
+            read_ = await read_locally({"messages": [*HISTORY, LOOK, *following]})
+            assert read_.prompt is not None
+            counts.append(read_.prompt.token_count)
+        before = len(ids_of({"messages": HISTORY, "add_generation_prompt": False}))
+        assert counts[0] > before + 900  # the image itself
+        assert counts[1] >= counts[0] + 10_000
+
+    run(story)
+
+
 def test_a_conversation_that_begins_with_an_image_is_known_by_its_text(content: object) -> None:
     async def story() -> None:
         messages = [{"role": "user", "content": content}, *REST]

@@ -29,7 +29,9 @@ DONE = b"data: [DONE]\n\n"
         ({"include_usage": True}, True),
         ({"include_usage": True, "x": 1}, True),
         ({"include_usage": False}, False),
-        ({"include_usage": 1}, False),  # the engine decides what that means
+        ({"include_usage": 1}, True),  # as the engine takes it
+        ({"include_usage": "true"}, True),
+        ({"include_usage": None}, False),
         ({}, False),
         (None, False),
         ([], False),

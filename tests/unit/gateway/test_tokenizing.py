@@ -205,14 +205,12 @@ def test_a_short_prompt_waits_for_what_another_has_begun() -> None:
     run(story)
 
 
-def test_an_error_reaches_all_who_wait_and_leaves_nothing_under_way() -> None:
+def test_what_the_library_fails_at_is_not_known_to_anybody_and_leaves_nothing_under_way() -> None:
     async def story(tokenizing: Tokenizing) -> None:
         renderer, text = watched(), a_chat(LONG)
-        renderer.error = error = RuntimeError("the library's own")
-        results = await asyncio.gather(
-            *(tokenizing.tokenize(renderer, text) for _ in range(3)), return_exceptions=True
-        )
-        assert results == [error] * 3
+        renderer.error = RuntimeError("the library's own")
+        results = await asyncio.gather(*(tokenizing.tokenize(renderer, text) for _ in range(3)))
+        assert [(result.pieces, result.is_whole) for result in results] == [([], False)] * 3
         assert is_at_rest(tokenizing)
         renderer.error = None
         assert (await tokenizing.tokenize(renderer, text)).is_whole
@@ -224,8 +222,7 @@ def test_an_error_in_the_event_loop_leaves_nothing_under_way() -> None:
     async def story(tokenizing: Tokenizing) -> None:
         renderer = watched()
         renderer.error = RuntimeError("the library's own")
-        with pytest.raises(RuntimeError, match="own"):
-            await tokenizing.tokenize(renderer, "short")
+        assert not (await tokenizing.tokenize(renderer, "short")).is_whole
         assert is_at_rest(tokenizing)
 
     run(story)
@@ -572,3 +569,25 @@ def test_whatever_came_before_the_ids_are_those_of_the_whole_or_its_beginning(
         tokenizing.close()
 
     asyncio.run(story())
+
+
+def test_what_is_remembered_under_a_salt_is_found_under_the_same_only() -> None:
+    async def story(tokenizing: Tokenizing) -> None:
+        renderer, text = watched(), a_chat("a" * 90, "b" * 90)
+        for salt in (None, "t1", "t2", "t1", None):
+            assert (await tokenizing.tokenize(renderer, text, salt=salt)).is_whole
+        assert len(renderer.batches) == 3
+
+    run(story)
+
+
+def test_a_short_text_is_worth_one_thread_and_a_long_one_several() -> None:
+    async def story(tokenizing: Tokenizing) -> None:
+        renderer = watched()
+        await tokenizing.tokenize(renderer, a_chat(*[f"{n} {'x ' * 2500}" for n in range(3)]))
+        assert len(renderer.batches) == 1
+        tokenizing.effort.threads = 2
+        await tokenizing.tokenize(renderer, a_chat(*[f"{n} {'y ' * 2500}" for n in range(9)]))
+        assert len(renderer.batches) == 3
+
+    run(story)

@@ -436,6 +436,26 @@ def test_a_failed_attempt_is_tried_once_elsewhere() -> None:
     assert core.requests == {}
 
 
+def test_what_is_full_is_no_attempt_and_is_not_charged() -> None:
+    core = make_core(A, B, C)
+    assert send(core, arrived("r", 1, 2, 3)) == HA
+    for holder in (HB, Holder(C)):
+        forward = forward_in(feed(core, RequestFailed(R, FailureKind.FULL)))
+        assert (forward.holder, forward.attempt) == (holder, 1)
+        assert core.loads.get(holder) == Load(1, 3, 1)
+    feed(core, finished(R))
+    assert not any(instance.suspended_until for instance in core.fleet)
+    assert send(core, arrived("s", 1, 2, 3)) == Holder(C)
+
+
+def test_where_all_are_full_the_client_is_told() -> None:
+    core = make_core(A, B)
+    feed(core, arrived("r"), RequestFailed(R, FailureKind.FULL))
+    assert feed(core, RequestFailed(R, FailureKind.FULL)) == [RelayFailure(R)]
+    assert core.requests == {}
+    assert core.loads.loads == {}
+
+
 def test_a_failure_with_nobody_else_goes_to_the_client_and_charges_nobody() -> None:
     core = make_core(A)
     feed(core, arrived("r"))
