@@ -724,7 +724,6 @@ def test_a_conversation_with_an_image_is_known_by_the_messages_before_it() -> No
     run(story)
 
 
-@pytest.mark.parametrize("content", [[IMAGE], [{"type": "text", "text": "a", "uuid": "u"}]])
 def test_what_follows_an_image_counts_as_not_known() -> None:
     async def story() -> None:
         counts = []
@@ -739,6 +738,7 @@ def test_what_follows_an_image_counts_as_not_known() -> None:
     run(story)
 
 
+@pytest.mark.parametrize("content", [[IMAGE], [{"type": "text", "text": "a", "uuid": "u"}]])
 def test_a_conversation_that_begins_with_an_image_is_known_by_its_text(content: object) -> None:
     async def story() -> None:
         messages = [{"role": "user", "content": content}, *REST]

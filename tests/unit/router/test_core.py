@@ -445,7 +445,6 @@ def test_what_is_full_is_no_attempt_and_is_not_charged() -> None:
         assert core.loads.get(holder) == Load(1, 3, 1)
     feed(core, finished(R))
     assert not any(instance.suspended_until for instance in core.fleet)
-    assert send(core, arrived("s", 1, 2, 3)) == Holder(C)
 
 
 def test_where_all_are_full_the_client_is_told() -> None:
