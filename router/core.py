@@ -302,7 +302,9 @@ class RouterCore:
         instance_id = tracked.tried.pop()
         tracked.full.append(instance_id)
         tracked.attempt -= 1
-        self._get_instance(instance_id).end_trial(tracked.request.id)
+        instance = self.fleet.find(instance_id)
+        if instance is not None:
+            instance.end_trial(tracked.request.id)
 
     def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
         instance = self.fleet.find(instance_id)

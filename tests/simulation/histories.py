@@ -261,6 +261,7 @@ class Open:
 
     holders: list[Holder]
     has_first_byte: bool = False
+    full: int = 0  # of these, how many it was not sent to
 
 
 # --- the history ----------------------------------------------------------------------------------
@@ -362,7 +363,8 @@ class History:
         opened = self.open.setdefault(forward.request_id, Open([]))
         assert holder.instance_id not in {h.instance_id for h in opened.holders}
         opened.holders.append(holder)
-        assert len(opened.holders) == forward.attempt <= self.limits.attempts_max
+        attempts = len(opened.holders) - opened.full
+        assert attempts == forward.attempt <= self.limits.attempts_max
 
     def _check_predictions(self) -> None:
         """Check that the index tells predicted from confirmed, and that its masks are its sets."""
@@ -718,6 +720,7 @@ class History:
         if kind is FailureKind.UNREACHABLE and instance is not None:
             instance.probed(is_healthy=False, is_gone=True)
         attempts = len(opened.holders)
+        opened.full += kind is FailureKind.FULL
         self.handle(RequestFailed(request_id, kind))
         is_retried = request_id in self.open and len(opened.holders) == attempts + 1
         assert is_retried != (self.ended[request_id] == 1)

@@ -447,6 +447,13 @@ def test_what_is_full_is_no_attempt_and_is_not_charged() -> None:
     assert not any(instance.suspended_until for instance in core.fleet)
 
 
+def test_a_full_instance_that_was_removed_meanwhile_is_no_trouble() -> None:
+    core = make_core(A, B)
+    assert send(core, arrived("r", 1, 2, 3)) == HA
+    feed(core, InstanceRemoved(A))
+    assert forward_in(feed(core, RequestFailed(R, FailureKind.FULL))).holder == HB
+
+
 def test_where_all_are_full_the_client_is_told() -> None:
     core = make_core(A, B)
     feed(core, arrived("r"), RequestFailed(R, FailureKind.FULL))
