@@ -26,6 +26,8 @@ from benchmarks.sample import EngineStats, Sample
 from benchmarks.workloads import WORKLOADS, Workload, make_workload
 
 PATH = "/v1/chat/completions"
+IDLE_LOOK_S, IDLE_SHARE, IDLE_PATIENCE_S = 0.3, 0.1, 15.0
+"""A router is idle when it used less than this share of a core for so long."""
 WARM_UP_CLIENTS_MAX = 4
 STATS_TIMEOUT_S = 60.0
 
@@ -71,11 +73,22 @@ async def measure(target: Target, workload: Workload, round_number: int) -> Samp
     warm_up = workload.sequences[: workload.warm_up_sequences]
     clients = min(WARM_UP_CLIENTS_MAX, workload.clients)
     warmed = await play(target.url, warm_up, clients, workload.events)
+    await until_idle(target)
     before = read_clocks(target)
     played = await play(target.url, workload.sequences, workload.clients, workload.events)
     after = read_clocks(target)
     played.errors.update({f"warm-up: {kind}": n for kind, n in warmed.errors.items()})
     return make_sample(target.name, round_number, workload, played, before, after)
+
+
+async def until_idle(target: Target) -> None:
+    """Wait until the router has done what the warm-up left it to do, or for `IDLE_PATIENCE_S`."""
+    deadline = time.monotonic() + IDLE_PATIENCE_S
+    busy_s = IDLE_LOOK_S
+    while busy_s > IDLE_SHARE * IDLE_LOOK_S and time.monotonic() < deadline:
+        earlier = take_reading(target.pid)
+        await asyncio.sleep(IDLE_LOOK_S)
+        busy_s = take_reading(target.pid).seconds_since(earlier)
 
 
 async def play(

@@ -36,6 +36,9 @@ INLINE_BYTES = 8192
 """New text of up to this size is encoded in the event loop: it takes some ms, and a thread's result
 can be as long in coming where other work wants the processor."""
 
+OPENING_GROWTH = 1.125
+"""An opening is taken for a longer one only where that is so much longer."""
+
 BATCH_BYTES_MIN = 16_384
 """Less than this is not worth a thread of its own."""
 
@@ -164,6 +167,8 @@ class Tokenizing:
     ) -> None:
         """Remember all but the last piece, which opens the answer that the next turn will have."""
         end = len(text) - len(news[-1].text)
+        if extended is not None and end < len(extended.text) * OPENING_GROWTH:
+            return  # what follows the old one is little, and others may go on from there
         count = len(news) - 1 + (len(extended.keys) if extended is not None else 0)
         start = next(n for n, piece in enumerate(whole.pieces) if piece.text)  # behind the frame
         opening = Opening(
