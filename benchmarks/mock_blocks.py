@@ -134,16 +134,6 @@ class HeldBlocks:
             events.append({**removed, "group_idx": 0})
         return Admission(cached_blocks * self.block_size_tokens, events)
 
-    def extend(self, tokens: Tokens, answer: Tokens) -> list[dict[str, Any]]:
-        """Take in the blocks of an answer. vLLM announces them each time, held already or not."""
-        first = len(tokens) // self.block_size_tokens
-        whole = tokens + answer
-        hashes = self._hash(whole)
-        if len(hashes) == first:
-            return []
-        self._held |= dict.fromkeys(hashes[first:])
-        return [self._stored(hashes, first, whole)]
-
     def _hash(self, tokens: Tokens) -> list[int]:
         size = self.block_size_tokens
         packed = memoryview(tokens.tobytes())

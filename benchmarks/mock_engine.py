@@ -67,9 +67,6 @@ class ChatRequest(msgspec.Struct):
 
 
 _decode_request = msgspec.json.Decoder(ChatRequest).decode
-ANSWER_TOKEN = 1
-"""Of which all answers are made."""
-
 _decode_messages = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _encode = msgspec.json.encode
 
@@ -92,19 +89,16 @@ class MockEngine:
         if self.reader is not None:
             admission = self.blocks.admit(tokens)
             cached_tokens = admission.cached_tokens
-            # The answer's last token is sampled and never computed.
-            answer = array("I", [ANSWER_TOKEN]) * (request.answer_tokens - 1)
-            events = [*admission.events, *self.blocks.extend(tokens, answer)]
             self.stats.prompt_tokens += len(tokens)
             self.stats.cached_tokens += cached_tokens
             self.stats.cached_share_sum += cached_tokens / max(1, len(tokens))
-            if self.publisher is not None and events:
-                self.publisher.publish(events)
-        answer_tokens = request.answer_tokens
+            if self.publisher is not None and admission.events:
+                self.publisher.publish(admission.events)
         return {
             "prompt_tokens": len(tokens),
-            "completion_tokens": answer_tokens,
-            "total_tokens": len(tokens) + answer_tokens,
+            # One, whatever was asked for, so that no blocks of an answer are to be announced.
+            "completion_tokens": 1,
+            "total_tokens": len(tokens) + 1,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 

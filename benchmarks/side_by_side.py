@@ -12,13 +12,14 @@ import contextlib
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -61,6 +62,13 @@ class Plan:
     skipped: tuple[str, ...]
 
 
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML: role and content of each message, and nothing else."""
+
+
 def run_plan(plan: Plan, file: Path) -> BenchRun:
     """Return the finished run. The file is written after each router, so a broken run leaves some."""
     run = BenchRun(
@@ -83,6 +91,19 @@ def run_plan(plan: Plan, file: Path) -> BenchRun:
             run = msgspec.structs.replace(run, summary=summarise(run.samples))
             file.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
     return run
+
+
+def make_plain_model(model: Path, folder: Path) -> Path:
+    """Return a model directory with a model's tokenizer and the plainest template for it.
+
+    Real templates differ in what they cost to render; routers that know none should not be compared
+    with one of them.
+    """
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (model / name).is_file():
+            shutil.copy(model / name, folder / name)
+    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE, encoding="utf-8")
+    return folder
 
 
 def _run_router(
@@ -307,7 +328,10 @@ def main() -> int:
         return 2
     for text in plan.skipped:
         _say(f"skipped: {text}")
-    run = run_plan(plan, arguments.json)
+    with tempfile.TemporaryDirectory(prefix="moongate-bench-") as folder:
+        if plan.tokenizer is not None:
+            plan = replace(plan, tokenizer=make_plain_model(plan.tokenizer, Path(folder)))
+        run = run_plan(plan, arguments.json)
     print(format_report(run, arguments.baseline))
     is_clean = all(sample.is_clean for sample in run.samples)
     return 0 if is_clean and not run.failures and run.samples else 1
