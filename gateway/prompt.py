@@ -59,6 +59,9 @@ reading them would hold everybody up (30 MiB: 50 ms)."""
 RENDER_INLINE_BYTES = 2_000_000
 """Larger bodies are rendered in a thread: it takes about a ms per MB."""
 
+SIZE_BYTES_MAX = 1 << 20
+"""What an unread body counts as at most: it may be images."""
+
 IMAGE_BYTES = 4096
 """What an image counts as, in bytes of text: about 1,000 tokens."""
 
@@ -382,4 +385,5 @@ def _text_prompt(text: bytes, body: Body) -> Prompt:
     """Return the prompt as its text tells it."""
     text = text[:TEXT_BYTES_MAX]
     chains = {TEXT_SPACE: hash_body_text(text, body)}
-    return Prompt(len(text) // BYTES_PER_TOKEN, chains, is_exact=False)
+    size = len(text) if len(text) < TEXT_BYTES_MAX else min(len(body.raw), SIZE_BYTES_MAX)
+    return Prompt(size // BYTES_PER_TOKEN, chains, is_exact=False)
