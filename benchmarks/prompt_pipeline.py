@@ -27,6 +27,7 @@ from typing import Any
 
 import orjson
 
+from benchmarks.instances import add_instance
 from benchmarks.processes import Child, completes, is_healthy, take_free_ports
 from benchmarks.report import format_table
 from benchmarks.routers import MOONGATE, PROJECT, EngineAddress, Place, make_moongate_settings
@@ -42,12 +43,8 @@ from moongate.router import (
     BatchReceived,
     BlockSpace,
     Forward,
-    InstanceAdded,
-    InstanceDescribed,
     InstanceFacts,
     InstanceId,
-    InstanceProbed,
-    InstanceSpec,
     ModelCard,
     Outcome,
     Request,
@@ -56,7 +53,6 @@ from moongate.router import (
     RequestId,
     RouterCore,
     SourceId,
-    SourceOpened,
     make_policy,
 )
 from moongate.router.blocks import TOKEN_BYTES
@@ -119,10 +115,7 @@ class Reader:
         for name in ("a", "b"):
             instance = InstanceId(name)
             facts = InstanceFacts((ModelCard(MODEL),), BLOCK_SIZE_TOKENS, 1_000_000)
-            self.core.handle(InstanceAdded(InstanceSpec(instance)), 0.0)
-            self.core.handle(InstanceDescribed(instance, facts), 0.0)
-            self.core.handle(InstanceProbed(instance, is_healthy=True), 0.0)
-            self.core.handle(SourceOpened(SourceId(instance), has_replay=False), 0.0)
+            add_instance(self.core, instance, facts)
             self._announce(instance, ())
         self.pipeline = PromptPipeline(
             mode="local",

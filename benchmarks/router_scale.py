@@ -25,18 +25,15 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.instances import add_instance
 from moongate.engine_plugins.vllm_wire import Frame, decode_batch
 from moongate.router import (
     BatchReceived,
     BlockSpace,
     Forward,
     Holder,
-    InstanceAdded,
-    InstanceDescribed,
     InstanceFacts,
     InstanceId,
-    InstanceProbed,
-    InstanceSpec,
     ModelCard,
     Outcome,
     Prompt,
@@ -48,7 +45,6 @@ from moongate.router import (
     RouterCore,
     RouterLimits,
     SourceId,
-    SourceOpened,
     Tier,
     make_policy,
 )
@@ -212,10 +208,7 @@ def make_core(instances: int, blocks_max: int) -> RouterCore:
     facts = InstanceFacts((ModelCard(MODEL),), BLOCK_TOKENS)
     for number in range(instances):
         instance_id = InstanceId(f"i{number}")
-        core.handle(InstanceAdded(InstanceSpec(instance_id)), 0.0)
-        core.handle(InstanceDescribed(instance_id, facts), 0.0)
-        core.handle(InstanceProbed(instance_id, is_healthy=True), 0.0)
-        core.handle(SourceOpened(SourceId(instance_id), has_replay=False), 0.0)
+        add_instance(core, instance_id, facts)
         core.handle(BatchReceived(SourceId(instance_id), 0, (), b"first"), 0.0)
     return core
 

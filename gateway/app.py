@@ -77,7 +77,7 @@ class Gateway:
             clock=self._clock,
         )
         prompts = self._prompts
-        metrics = Metrics(self.core, lambda: prompts.waiting, lambda: prompts.memory_bytes)
+        metrics = Metrics(self.core, prompts)
         self._monitor = Monitor(
             driver, self._links, settings.health, prompts, self._clock,
             opens_sources=self.core.policy.name != "prefix_affinity",

@@ -6,12 +6,13 @@ chose: models that no instance serves share one value, routes are named by their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.tallies import Distribution, Tally
 from moongate.router import RouterCore, Tier
 
@@ -27,12 +28,7 @@ TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
 class Metrics:
     """What the edge counts. `registry` is this gateway's own, so that tests can have several."""
 
-    def __init__(
-        self,
-        core: RouterCore,
-        queue_requests: Callable[[], int],
-        prompt_memory_bytes: Callable[[], int],
-    ) -> None:
+    def __init__(self, core: RouterCore, prompts: PromptPipeline) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Tally(
@@ -86,30 +82,24 @@ class Metrics:
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,
         )  # fmt: skip
-        r.register(_CoreCollector(core, queue_requests, prompt_memory_bytes))
+        r.register(_CurrentState(core, prompts))
 
 
-class _CoreCollector(Collector):
-    """Reads the core at the time of the scrape, so that nothing is counted twice."""
+class _CurrentState(Collector):
+    """Reads the core and the prompt pipeline at the time of the scrape, so that nothing is counted twice."""
 
-    def __init__(
-        self,
-        core: RouterCore,
-        queue_requests: Callable[[], int],
-        prompt_memory_bytes: Callable[[], int],
-    ) -> None:
+    def __init__(self, core: RouterCore, prompts: PromptPipeline) -> None:
         self._core = core
-        self._queue_requests = queue_requests
-        self._prompt_memory_bytes = prompt_memory_bytes
+        self._prompts = prompts
 
     def collect(self) -> Iterable[Metric]:
         yield from self._instance_metrics()
         yield from self._index_metrics()
         queue = GaugeMetricFamily("moongate_queue_requests", "Requests whose prompt is being read")
-        queue.add_metric([], self._queue_requests())
+        queue.add_metric([], self._prompts.waiting)
         yield queue
         memory = GaugeMetricFamily("moongate_prompt_memory_bytes", "What was tokenised before")
-        memory.add_metric([], self._prompt_memory_bytes())
+        memory.add_metric([], self._prompts.memory_bytes)
         yield memory
 
     def _instance_metrics(self) -> Iterator[Metric]:

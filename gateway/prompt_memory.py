@@ -85,7 +85,7 @@ Value = Piece | Opening | list[BlockHash]
 
 
 def name_piece(text: bytes, tag: bytes) -> Key:
-    """Return the name of a text. `tag` (2 bytes) keeps tokenizers apart.
+    """Return the name of a text. `tag` keeps tokenizers and salts apart.
 
     The hash need not withstand an attacker: a piece that is found is compared with the text.
     """

@@ -12,6 +12,7 @@ HELD_BYTES_MAX = 1 << 20
 """An event longer than this is forwarded in pieces rather than gathered without end."""
 
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BOUNDARY = re.compile(b"|".join(_BOUNDARIES))
 
 _END = re.compile(
     rb"^(?:data: ?\[DONE\]|data: ?\{\"error\": ?[{\"]|event: ?(?:error|message_stop)\b"
@@ -50,6 +51,15 @@ def _last_boundary(data: bytes) -> int:
     """Return the position behind the last empty line, 0 if there is none."""
     ends = (data.rfind(mark) + len(mark) for mark in _BOUNDARIES if mark in data)
     return max(ends, default=0)
+
+
+def split_events(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the whole events, each with the empty line that ends it, and what follows the last."""
+    events, start = [], 0
+    for boundary in _BOUNDARY.finditer(data):
+        events.append(data[start : boundary.end()])
+        start = boundary.end()
+    return events, data[start:]
 
 
 def ends_stream(events: bytes) -> bool:

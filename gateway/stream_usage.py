@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from moongate.gateway.body import with_fields, without_key
+from moongate.gateway.sse import split_events
 
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-_EVENT_ENDS = re.compile(rb"(?:\r\n\r\n|\n\n|\r\r)")
 
 
 def asks_for_usage(fields: Mapping[str, Any]) -> bool:
@@ -46,13 +46,8 @@ def without_usage_events(events: bytes) -> bytes:
     """Return whole events without those that have no choices but a usage."""
     if _NO_CHOICES.search(events) is None:
         return events
-    kept, start = [], 0
-    for end in _EVENT_ENDS.finditer(events):
-        event = events[start : end.end()]
-        start = end.end()
-        if not _is_usage_only(event):
-            kept.append(event)
-    return b"".join([*kept, events[start:]])
+    whole, rest = split_events(events)
+    return b"".join([event for event in whole if not _is_usage_only(event)] + [rest])
 
 
 def _is_usage_only(event: bytes) -> bool:

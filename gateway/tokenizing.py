@@ -1,7 +1,7 @@
 """Texts to token ids: only what is new of them, in threads, within a time budget.
 
 A text is cut into pieces (`boundaries.py`); those that are remembered cost a look-up, a few new bytes
-are encoded at once, more go to threads, in as many batches as there are threads. A piece that is being
+are encoded at once, more go to threads, in as many batches as are worth a thread. A piece that is being
 encoded for one request is not encoded again for another that comes meanwhile. What can't be ready
 within the budget is begun all the same and remembered, and the request goes by what is known.
 """
@@ -49,6 +49,7 @@ OBSERVED_BYTES_MIN = 2_000
 """Shorter texts say more about fixed overheads than about the speed."""
 
 SPEED_SMOOTHING = 0.2
+"""The weight of the latest text in the speed that is expected: about the last five count."""
 
 PATIENCE = 15.0
 """What should have been ready is waited for up to so many budgets: the machine is busy, and on a guess
@@ -327,9 +328,8 @@ def _add_frame(ids: Sequence[int], keys: list[Key], pieces: list[Piece]) -> None
     pieces.append(piece)
 
 
-def _share_out(news: Iterable[_New], threads: int) -> list[list[_New]]:
+def _share_out(news: Sequence[_New], threads: int) -> list[list[_New]]:
     """Return the pieces in as many batches as are worth a thread, about equally large."""
-    news = list(news)
     worth = sum(len(new.data) for new in news) // BATCH_BYTES_MIN
     count = max(1, min(threads, worth))
     batches: list[list[_New]] = [[] for _ in range(count)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.sse import HELD_BYTES_MAX, EventSplitter, ends_stream
+from moongate.gateway.sse import HELD_BYTES_MAX, EventSplitter, ends_stream, split_events
 
 BREAKS = ("\n\n", "\r\n\r\n", "\r\r")
 
@@ -126,3 +126,12 @@ def test_a_piece_of_a_long_event_is_no_end_since_its_rest_follows() -> None:
     out, _ = fed(piece, b"\n\n")
     assert out == [piece, b"\n\n"]
     assert [ends_stream(events) for events in out] == [False, False]
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_events_are_split_without_losing_a_byte(end: bytes) -> None:
+    first, second, begun = b"data: 1" + end, b"event: x\ndata: 2" + end, b"data: 3"
+    assert split_events(first + second + begun) == ([first, second], begun)
+    assert split_events(first) == ([first], b"")
+    assert split_events(begun) == ([], begun)
+    assert split_events(b"") == ([], b"")
