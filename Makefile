@@ -2,7 +2,7 @@
 
 PYTHON = python3
 BIN = .venv/bin
-SOURCES = gateway router engine_plugins simulator cli.py local_stack.py __init__.py
+SOURCES = gateway router engine_plugins kvpool simulator cli.py local_stack.py __init__.py
 LINTED = $(SOURCES) tests scripts examples benchmarks
 MODEL = smollm2
 PORT = 8000

@@ -1,0 +1,1 @@
+"""The shared KV pool: what it holds, what a fetch costs, who may rely on it."""
