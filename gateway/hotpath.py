@@ -35,7 +35,9 @@ from moongate.gateway.headers import (
 from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding
 from moongate.gateway.links import Links
 from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
+from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
+from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.routes import PromptKind
 from moongate.gateway.settings import Settings
@@ -101,7 +103,9 @@ class HotPath:
         links: Links,
         prompts: PromptPipeline,
         metrics: Metrics,
+        pooling: Pooling | None = None,
     ) -> None:
+        self.pooling = pooling
         self.settings = settings
         self.driver = driver
         self.links = links
@@ -148,6 +152,7 @@ class _Exchange:
         self._has_first_byte = False
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
+        self._known: PromptTokens | None = None  # for the pool, where there is one
 
     # --- the steps --------------------------------------------------------------------------------
 
@@ -176,6 +181,9 @@ class _Exchange:
             self._has_one_choice = body.top.get("n") in (None, 1)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
+            if self._path.pooling is not None and read.prompt is not None:
+                self._known = self._name_blocks(read, body)
+                request = await self._path.pooling.enrich(request, self._known)
             await self._forward(self._handle_arrival(request), body, read)
         except GatewayError as error:
             self.refuse(error)
@@ -261,6 +269,11 @@ class _Exchange:
         began = self._path.driver.clock()
         await self._path.driver.until_settled(request)
         self._path.metrics.settle_seconds.observe(self._path.driver.clock() - began)
+
+    def _name_blocks(self, read: ReadPrompt, body: Body) -> PromptTokens:
+        assert read.prompt is not None
+        cards = self._path.driver.core.fleet.model_cards()
+        return PromptTokens(read.prompt, read.tokens, read_salt(body), cards.get(self._model_label))
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
@@ -356,8 +369,11 @@ class _Exchange:
         instance = forward.holder.instance_id
         metrics.routed.add(1, instance, decision.policy, decision.reason.value)
         if decision.prompt_tokens is not None:
-            recompute = max(decision.prompt_tokens - decision.device_tokens, 0)
+            reused = decision.device_tokens + decision.pool_tokens
+            recompute = max(decision.prompt_tokens - reused, 0)
             metrics.prompt_tokens.add(decision.device_tokens, "device")
+            if decision.pool_tokens:
+                metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(recompute, "recompute")
 
     def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
@@ -417,7 +433,7 @@ class _Exchange:
             client.break_off()
             return
         usage.feed(last)
-        self._end(answer.status, usage)
+        self._end(answer.status, usage, forward)
         client.finish(last)
 
     async def _relay_stream(self, opened: _Opened, forward: Forward) -> None:
@@ -436,7 +452,7 @@ class _Exchange:
             self._client.finish(stream_error_events(message, "engine_disconnected"))
             return
         usage.feed(splitter.held)
-        self._end(answer.status, usage)
+        self._end(answer.status, usage, forward)
         self._client.finish(splitter.held)
 
     def _event_taker(
@@ -473,7 +489,7 @@ class _Exchange:
             "content-type": "application/json",
             "content-length": str(len(body)),
         }
-        self._end(answer.status, UsageReader())
+        self._end(answer.status, UsageReader(), forward)
         self._client.start(answer.status, response_headers(answer.raw_headers, ours))
         self._client.finish(body)
 
@@ -517,11 +533,20 @@ class _Exchange:
         self._finish(Outcome.BROKEN_OFF)
         self._count(status)
 
-    def _end(self, status: int, usage: UsageReader) -> None:
+    def _end(self, status: int, usage: UsageReader, forward: Forward) -> None:
         """The engine's answer is complete."""
         cached_tokens = usage.cached_tokens()
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
+        if self._known is not None and self._path.pooling is not None and status == 200:
+            decision = forward.decision
+            expected_tokens = decision.device_tokens + decision.pool_tokens
+            self._path.pooling.answered(
+                forward.holder.instance_id,
+                self._known,
+                expected_tokens if decision.pool_tokens else 0,
+                cached_tokens,
+            )
         self._finish(Outcome.ANSWERED, usage.completion_tokens() if self._has_one_choice else None)
         self._count(status)
 

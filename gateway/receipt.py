@@ -16,10 +16,13 @@ def receipt_headers(decision: Decision) -> dict[str, str]:
         "x-moongate-policy": decision.policy,
         "x-moongate-reason": decision.reason.value,
         "x-moongate-device-tokens": str(decision.device_tokens),
-        "x-moongate-pool-tokens": "0",
+        "x-moongate-pool-tokens": str(decision.pool_tokens),
     }
     if decision.prompt_tokens is not None:
         headers["x-moongate-prompt-tokens"] = str(decision.prompt_tokens)
+    pool = chosen.candidate.pool
+    if pool is not None and pool.on_disk:
+        headers["x-moongate-pool-disk-tokens"] = str(decision.pool_tokens)
     if chosen.cost_ms is not None:
         headers["x-moongate-cost-ms"] = f"{chosen.cost_ms:.1f}"
     if len(decision.ranking) > 1:
@@ -37,7 +40,7 @@ def decision_as_json(decision: Decision) -> dict[str, Any]:
         "instance": str(decision.ranking[0].holder),
         "prompt_tokens": decision.prompt_tokens,
         "device_tokens": decision.device_tokens,
-        "pool_tokens": 0,
+        "pool_tokens": decision.pool_tokens,
         "candidates": [_candidate_as_json(ranked) for ranked in decision.ranking],
     }
 
@@ -51,7 +54,7 @@ def _candidate_as_json(ranked: Ranked) -> dict[str, Any]:
         "overlap_tokens": {
             "device": candidate.overlap_tokens,
             "confirmed": candidate.confirmed_tokens,
-            "pool": 0,
+            "pool": candidate.pool_tokens,
         },
         "active_requests": candidate.active_requests,
         "queued_prefill_tokens": candidate.queued_prefill_tokens,

@@ -8,6 +8,7 @@ that later versions will know are refused by name rather than ignored.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -30,10 +31,16 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.kvpool.keys import Shard
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 
 HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 """RFC 9110 token."""
+
+
+MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):[1-9]\d{0,4}$")
+MASTER_HTTP_PORT = 9003
+"""Mooncake's own default for `--metrics_port`."""
 
 
 class SettingsError(ValueError):
@@ -180,6 +187,7 @@ class InstanceSettings(_Section):
     )
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
     api_key_env: str | None = None  # variable with the engine's own key
+    pool: bool | None = None  # whether its engine uses the pool; None: as it shows
 
     @property
     def rank_numbers(self) -> tuple[int, ...] | None:
@@ -207,6 +215,53 @@ class AuthSettings(_Section):
     """Keys. Without `forward_client_key` a client's key never reaches an engine."""
 
     forward_client_key: bool = False
+
+
+class ShardSettings(_Section):
+    """In how many parts an engine stores a block: its parallel sizes, as they show in pool keys."""
+
+    tp: Annotated[int, Field(ge=1, le=256)] = 1
+    pcp: Annotated[int, Field(ge=1, le=64)] = 1
+    dcp: Annotated[int, Field(ge=1, le=64)] = 1
+    pp: Annotated[int, Field(ge=1, le=64)] = 1
+    groups: Annotated[int, Field(ge=1, le=64)] = 1  # KV groups of a hybrid model
+
+    def as_shards(self) -> list[Shard]:
+        sizes = (self.tp, self.pcp, self.dcp, self.pp, self.groups)
+        return [Shard(*ranks) for ranks in itertools.product(*map(range, sizes))]
+
+
+class PoolSettings(_Section):
+    """The shared KV pool that engines store into and fetch from."""
+
+    kind: Literal["none", "memory", "mooncake"] = "none"
+    master: str | None = None  # host:port of the Mooncake master, as engines are given it
+    admin_url: Url | None = None  # its HTTP interface; None: port 9003 on the master's host
+    lookup_budget_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0  # what a turn waits for it
+    hash_seeds: list[str] = Field(default_factory=list)  # PYTHONHASHSEED of engines, if not 0
+    cache_prefix: str = ""  # as in the engines' kv_connector_extra_config
+    namespace: str = ""  # of an opt-in payload format, such as @store_tp:2@store_pp:1
+    shards: ShardSettings | None = None  # None: learned from what engines store
+
+    @model_validator(mode="after")
+    def _check(self) -> PoolSettings:
+        if self.kind == "mooncake" and self.admin_url is None and self.master is None:
+            raise ValueError(
+                "kind mooncake needs admin_url: http://host:9003, or master: host:port"
+            )
+        if self.kind != "mooncake" and (self.admin_url or self.master):
+            raise ValueError(f"master and admin_url are of kind mooncake, not {self.kind}")
+        if self.master is not None and not MASTER.fullmatch(self.master):
+            raise ValueError("master: expected host:port, such as 127.0.0.1:50051")
+        return self
+
+    @property
+    def master_url(self) -> str:
+        """Return where the master's HTTP interface is."""
+        if self.admin_url is not None:
+            return self.admin_url
+        assert self.master is not None
+        return f"http://{self.master.rpartition(':')[0]}:{MASTER_HTTP_PORT}"
 
 
 class SessionSettings(_Section):
@@ -245,6 +300,7 @@ class Settings(_Section):
     limits: LimitsSettings = LimitsSettings()
     policy: PolicySettings = PolicySettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
+    pool: PoolSettings = PoolSettings()
     auth: AuthSettings = AuthSettings()
     session: SessionSettings = SessionSettings()
     health: HealthSettings = HealthSettings()
@@ -264,9 +320,6 @@ class Settings(_Section):
 
 
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
-    ("pool", "kind"): ("none",),
-    ("pool", "master"): (None,),
-    ("pool", "admin_url"): (None,),
     ("state", "kind"): ("memory",),
     ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),

@@ -31,6 +31,10 @@ PLACES = 2
 """The one that is chosen, and the runner-up for the receipt."""
 
 
+COVERED_QUEUE_MS = 20.0
+"""An instance with prefill for longer than this ahead may lose the request to one that fetches."""
+
+
 class Departure(NamedTuple):
     """A request's place among earlier ones, and the chain in which it was found."""
 
@@ -78,7 +82,7 @@ class Chooser:
         group = self.table.group(request.model, now, excluded)
         if not group.seats:
             return None
-        candidates, departure, history_tokens = self._place(request.prompt, group)
+        candidates, departure, history_tokens = self._place(request, group)
         situation = Situation(
             request=request,
             prompt_tokens=request.prompt.token_count if request.prompt is not None else 0,
@@ -93,18 +97,39 @@ class Chooser:
         decision = _decision(request, policy, ranked, is_alone=len(candidates) == 1)
         return Choice(ranked[0].candidate, known, decision, departure)
 
-    def _place(self, prompt: Prompt | None, group: Group) -> tuple[list[Candidate], Departure, int]:
+    def is_covered(self, request: Request, now: float) -> bool:
+        """See `RouterCore.covers`."""
+        assert request.prompt is not None
+        group = self.table.group(request.model, now)
+        chain, block_tokens = _lineage_chain(request.prompt)
+        history_tokens = self.lineages.find_history(chain) * block_tokens
+        overlaps = self._overlaps(request.prompt, group, history_tokens)
+        enough = history_tokens or request.prompt.token_count - 2 * block_tokens
+        rate = self.fleet.tokens_per_ms
+        members = self.table.members(group)
+        return any(
+            confirmed >= enough
+            and members[group.positions[holder]].queued_prefill_tokens <= COVERED_QUEUE_MS * rate
+            for holder, (confirmed, _) in overlaps.items()
+        )
+
+    def _place(self, request: Request, group: Group) -> tuple[list[Candidate], Departure, int]:
         """Return the candidates with their overlaps, what the prompt continues, and its tokens."""
+        prompt = request.prompt
         if prompt is None:
             return self.table.members(group), NOWHERE, 0
         chain, block_tokens = _lineage_chain(prompt)
         history_blocks = self.lineages.find_history(chain)
         overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
-        longest_tokens = max(map(max, overlaps.values()), default=0)
+        pooled_tokens = (part.tokens for part in request.pool.values())
+        longest_tokens = max(*map(max, overlaps.values()), *pooled_tokens, 0, 0)
         shared_blocks = min(longest_tokens // block_tokens, len(chain))
         lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
         departure = Departure(chain, shared_blocks, lineage)
-        return self._candidates(group, overlaps), departure, history_blocks * block_tokens
+        candidates = self._candidates(group, overlaps)
+        if request.pool:
+            self._add_pool(request, group, candidates)
+        return candidates, departure, history_blocks * block_tokens
 
     def _overlaps(
         self, prompt: Prompt, group: Group, likely_tokens: int
@@ -125,6 +150,15 @@ class Chooser:
             position = group.positions[holder]
             candidates[position] = candidates[position].having(overlap_tokens, confirmed_tokens)
         return candidates
+
+    def _add_pool(self, request: Request, group: Group, candidates: list[Candidate]) -> None:
+        """Replace those candidates that use the pool by copies with what it has for them."""
+        for position, seat in enumerate(group.seats):
+            key_space = seat.instance.key_space
+            part = request.pool.get(key_space) if key_space is not None else None
+            if part is not None and part.tokens:
+                ms_per_token = self.fleet.fetch_ms_per_token(part, seat.instance)
+                candidates[position] = candidates[position].fetching(part, ms_per_token)
 
 
 def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
@@ -152,5 +186,6 @@ def _decision(
         reason=reason,
         prompt_tokens=request.prompt.token_count if request.prompt is not None else None,
         device_tokens=best.candidate.overlap_tokens,
+        pool_tokens=best.candidate.pool_tokens,
         ranking=tuple(ranked),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from moongate.router.model import Holder, InstanceId, Reason, RequestId, SourceId
+from moongate.router.model import BlockHash, Holder, InstanceId, Reason, RequestId, SourceId
 from moongate.router.policy import Ranked
 
 
@@ -17,6 +18,7 @@ class Decision(NamedTuple):
     reason: Reason
     prompt_tokens: int | None  # None: not known
     device_tokens: int
+    pool_tokens: int  # beyond those
     ranking: tuple[Ranked, ...]  # of all candidates, or the first few
 
 
@@ -61,6 +63,14 @@ class RequestReplay:
 
 
 @dataclass(frozen=True, slots=True)
+class NotePooled:
+    """Remember that the instance just announced these blocks, by our names, as stored in the pool."""
+
+    instance_id: InstanceId
+    blocks: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Check this instance's health now, beside the regular checks."""
 
@@ -74,4 +84,4 @@ class WakeAt:
     at: float
 
 
-Command = Forward | Reject | RelayFailure | RequestReplay | Probe | WakeAt
+Command = Forward | Reject | RelayFailure | RequestReplay | NotePooled | Probe | WakeAt

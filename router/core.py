@@ -32,6 +32,7 @@ from moongate.router.events import (
     FailureKind,
     InstanceAdded,
     InstanceDescribed,
+    InstancePooled,
     InstanceProbed,
     InstanceRemoved,
     Outcome,
@@ -97,6 +98,7 @@ class _Tracked:
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
     prefill_tokens: int = 0
+    fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
     forwarded_at: float = 0.0
     had_prefill_alone: bool = False
     has_first_byte: bool = False
@@ -165,7 +167,13 @@ class RouterCore:
             ):
                 instance = self.fleet.find(event.source.instance_id)
                 return self.sources.handle(event, instance, now) if instance is not None else []
-            case InstanceAdded() | InstanceRemoved() | InstanceDescribed() | InstanceProbed():
+            case (
+                InstanceAdded()
+                | InstanceRemoved()
+                | InstanceDescribed()
+                | InstanceProbed()
+                | InstancePooled()
+            ):
                 return self._fleet_changed(event)
             case WakeUp():
                 return self._woke(now)
@@ -242,7 +250,9 @@ class RouterCore:
         tracked.tried.append(holder.instance_id)
         tracked.holder = holder
         tracked.forwarded_at = now
-        tracked.prefill_tokens = max(prompt_tokens - chosen.overlap_tokens, 0)
+        tracked.fetching = chosen if chosen.pool_tokens else None
+        reused_tokens = chosen.overlap_tokens + chosen.pool_tokens
+        tracked.prefill_tokens = max(prompt_tokens - reused_tokens, 0)
         tracked.had_prefill_alone = self.loads.get(holder).queued_prefill_tokens == 0
         self.loads.reserve(request.id, holder, tracked.prefill_tokens, known.usable_blocks)
         self.candidates.touch(holder)
@@ -273,11 +283,21 @@ class RouterCore:
         instance = self.fleet.find(tracked.holder.instance_id)
         tells_rate = event.shows_prefill and tracked.had_prefill_alone and tracked.is_exact
         if instance is not None and tells_rate:
-            elapsed_ms = (now - tracked.forwarded_at) * 1000
-            self.fleet.observe_prefill(instance, tracked.prefill_tokens, elapsed_ms)
+            self._learn_rate(tracked, instance, (now - tracked.forwarded_at) * 1000)
         self.loads.end_prefill(event.request_id)
         self.candidates.touch(tracked.holder)
         return []
+
+    def _learn_rate(self, tracked: _Tracked, instance: InstanceState, elapsed_ms: float) -> None:
+        """Learn from the time to the first token: how fast it prefills, or how fast it fetched."""
+        fetching, tokens = tracked.fetching, tracked.prefill_tokens
+        if fetching is None or fetching.pool is None:
+            self.fleet.observe_prefill(instance, tokens, elapsed_ms)
+            return
+        prefill_ms = tokens / (self.fleet.tokens_per_ms * instance.spec.weight)
+        self.fleet.observe_fetch(
+            instance, fetching.pool, fetching.pool_tokens, elapsed_ms - prefill_ms
+        )
 
     def _request_failed(self, event: RequestFailed, now: float) -> list[Command]:
         """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
@@ -417,6 +437,21 @@ class RouterCore:
         depth = self.lineages.find_history(chain)
         return depth == 0 or self.settling.is_settled(chain[depth - 1], now)
 
+    def find_history(self, chain: Sequence[BlockHash]) -> int:
+        """Return the leading blocks that a prompt has of the turn that it continues, or 0."""
+        return self.lineages.find_history(chain)
+
+    def covers(self, request: Request, now: float) -> bool:
+        """Tell whether what a pool holds of the prompt can't change where the request goes.
+
+        That is so where an instance that is about to begin with it has all that the turn before can
+        have left in the pool, or all of the prompt, on its device.
+        """
+        prompt = request.prompt
+        if prompt is None or not prompt.is_exact:
+            return True
+        return self._chooser.is_covered(request, now)
+
     def spaces(self, model: str) -> frozenset[BlockSpace]:
         """Return the block spaces in which a prompt for this model has to be hashed."""
         return self.candidates.spaces(model)
@@ -424,7 +459,12 @@ class RouterCore:
     # --- the fleet --------------------------------------------------------------------------------
 
     def _fleet_changed(
-        self, event: InstanceAdded | InstanceRemoved | InstanceDescribed | InstanceProbed
+        self,
+        event: InstanceAdded
+        | InstanceRemoved
+        | InstanceDescribed
+        | InstanceProbed
+        | InstancePooled,
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
@@ -439,6 +479,8 @@ class RouterCore:
                 self._describe(instance, event.facts)
             case InstanceProbed():
                 self._probed(instance, event)
+            case InstancePooled():
+                instance.key_space = event.key_space
             case _:
                 assert_never(event)
         return []

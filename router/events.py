@@ -14,6 +14,7 @@ from moongate.router.model import (
     InstanceFacts,
     InstanceId,
     InstanceSpec,
+    KeySpace,
     Request,
     RequestId,
     SourceId,
@@ -48,6 +49,14 @@ class InstanceProbed:
     instance_id: InstanceId
     is_healthy: bool
     is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePooled:
+    """How the instance names blocks in a shared pool is known now. None: it doesn't use one."""
+
+    instance_id: InstanceId
+    key_space: KeySpace | None
 
 
 # --- KV events ------------------------------------------------------------------------------------
@@ -208,6 +217,7 @@ Event = (
     | InstanceRemoved
     | InstanceDescribed
     | InstanceProbed
+    | InstancePooled
     | SourceOpened
     | SourceLost
     | SourceReconnected

@@ -122,6 +122,18 @@ class Ledger:
         """Return the engine's names of all blocks on this tier (for comparison with the engine)."""
         return set(self._names[tier])
 
+    def names_of(self, event: BlocksStored) -> Sequence[BlockHash]:
+        """Return our names of blocks that were stored elsewhere, as far as they can be told."""
+        device = self._names[Tier.DEVICE]
+        known = [block for name in event.engine_hashes if (block := device.get(name)) is not None]
+        if known or not event.tokens or not _is_well_formed(event):
+            return known
+        # Forgotten by the device already; without its extra keys a first block can't be told.
+        parent = device.get(event.parent) if event.parent is not None else None
+        if parent is None:
+            return ()
+        return extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
+
     def _decides_reuse(self, event: BlocksStored) -> bool:
         """Tell whether the event is of the group that decides how long a prefix can be reused.
 

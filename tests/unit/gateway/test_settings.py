@@ -58,6 +58,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "id": "b",
         "url": "http://127.0.0.1:8102",
         "role": "both",
+        "pool": None,
         "kv_connector": "auto",
         "kv_events": "tcp://127.0.0.1:5602",
         "kv_replay": "tcp://127.0.0.1:6602",
