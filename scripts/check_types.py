@@ -14,7 +14,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "router", "engine_plugins", "simulator")
-MODULES = ("cli", "local_stack")
+MODULES = ("cli", "engine_cli", "local_stack")
 SCRIPTS = ("setup_venv", "setup_engine", "check_types", "make_sim_tokenizer")
 
 
