@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from moongate.engine_plugins.vllm_launch import (
-    EngineLaunch,
+from moongate.engine_plugins.launch_command import (
     LaunchCommand,
     LaunchError,
-    build_command,
     shell_line,
+    shell_script,
 )
+from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
 
 LAUNCH = EngineLaunch(
     model="/models/tiny",
@@ -40,6 +40,7 @@ def test_the_smallest_launch_gives_events_prefix_caching_and_token_details() -> 
         environment={
             "PYTHONHASHSEED": "0",
             "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONSAFEPATH": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
@@ -75,6 +76,7 @@ def test_every_setting_becomes_a_flag_or_a_variable() -> None:
         environment={
             "PYTHONHASHSEED": "0",
             "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONSAFEPATH": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -89,6 +91,7 @@ def test_a_gpu_engine_compiles_and_gets_no_cpu_variables() -> None:
     assert command.environment == {
         "PYTHONHASHSEED": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -105,18 +108,24 @@ def test_token_details_can_be_left_out() -> None:
 def test_the_shell_line_survives_a_shell() -> None:
     command = build_command(replace(LAUNCH, model="/my models/it's tiny"))
     words = shlex.split(shell_line(command))
-    assert words[:4] == [
+    assert words[:5] == [
         "PYTHONHASHSEED=0",
         "VLLM_NO_USAGE_STATS=1",
+        "PYTHONSAFEPATH=1",
         "HF_HUB_OFFLINE=1",
         "VLLM_CPU_KVCACHE_SPACE=1",
     ]
-    assert tuple(words[4:]) == command.argv
+    assert tuple(words[5:]) == command.argv
 
 
 def test_the_shell_line_quotes_only_what_needs_it() -> None:
     command = LaunchCommand(argv=("python", "-m", "x y"), environment={"A": "1", "B": "$c"})
     assert shell_line(command) == "A=1 B='$c' python -m 'x y'"
+
+
+def test_a_shell_script_writes_the_files_first() -> None:
+    command = LaunchCommand(argv=("x",), environment={"A": "1"}, files={"/my f": "{\n}\n"})
+    assert shell_script(command) == "cat > '/my f' <<'END'\n{\n}\nEND\nA=1 x"
 
 
 @pytest.mark.parametrize(
@@ -132,11 +141,11 @@ def test_the_shell_line_quotes_only_what_needs_it() -> None:
         ),
         (
             {"kv_events_port": 8101},
-            "kv_events_port: 8101 is already port; choose three different ports",
+            "kv_events_port: 8101 clashes with port, 8101; choose ports of their own",
         ),
         (
             {"kv_replay_port": 5601},
-            "kv_replay_port: 5601 is already kv_events_port; choose three different ports",
+            "kv_replay_port: 5601 clashes with kv_events_port, 5601; choose ports of their own",
         ),
         (
             {"block_size_tokens": 16},
