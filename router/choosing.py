@@ -177,7 +177,7 @@ def _decision(
 ) -> Decision:
     best = ranked[0]
     reason = best.reason
-    if is_alone:
+    if is_alone and reason is not Reason.POOL_PREFIX:  # that says more than that it was the last one
         reason = Reason.ONLY_CHOICE
     elif policy.reads_prompts and request.is_prompt_missing and reason is Reason.LOAD:
         reason = Reason.FALLBACK
