@@ -80,10 +80,11 @@ class MooncakePool:
     def engine(self, model: Path, name: str, **options: Any) -> EngineProcess:
         return EngineProcess.make(model, self.directory, name, pool=self.member(name), **options)
 
-    def key_count(self) -> int:
+    def evicted_keys(self) -> int:
+        """Return how many keys the master has evicted since its start."""
         page = httpx.get(f"{self.url}/metrics", trust_env=False).text
-        line = next(line for line in page.splitlines() if line.startswith("master_key_count "))
-        return int(line.split()[1])
+        lines = (line for line in page.splitlines() if line.startswith("master_evicted_key_count "))
+        return int(float(next(lines).split()[1]))
 
     def stop(self) -> None:
         for child in (self.store, self.master):
