@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.settings import InstanceSettings, Settings
 from moongate.gateway.upstream import Upstream
-from moongate.router import InstanceId, InstanceSpec
+from moongate.router import InstanceId, InstanceSpec, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Link:
         """Return the instance as the routing core knows it."""
         settings = self.settings
         host = urlsplit(settings.url).hostname or ""
-        return InstanceSpec(self.id, weight=settings.weight, host=host)
+        return InstanceSpec(self.id, Role(settings.role), settings.weight, host)
 
     async def close(self) -> None:
         await self.upstream.close()

@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
 from moongate.kvpool.keys import Shard
+from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 
 HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
@@ -172,10 +173,12 @@ class InstanceSettings(_Section):
 
     id: Name
     url: Url
-    role: Literal["both"] = "both"
+    role: Literal["both", "prefill", "decode"] = "both"
     kv_events: Endpoint | None = None  # None: as the engine says (/kv_event_sources)
     kv_replay: Endpoint | None = None
-    kv_connector: Literal["auto"] = "auto"  # nothing is handed over in this version
+    # How a prefill instance hands over; auto: mooncake where it has a bootstrap_url, else nixl.
+    kv_connector: Literal["auto", "mooncake", "nixl"] = "auto"
+    bootstrap_url: Url | None = None  # of a prefill instance: its Mooncake bootstrap server
     ranks: (
         Annotated[int, Field(ge=1, le=1024)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -190,6 +193,13 @@ class InstanceSettings(_Section):
     pool: bool | None = None  # whether its engine uses the pool; None: as it shows
 
     @property
+    def handoff(self) -> HandoffKind:
+        """Return how a prefill instance hands over."""
+        has_bootstrap = self.kv_connector == "auto" and self.bootstrap_url is not None
+        is_mooncake = self.kv_connector == "mooncake" or has_bootstrap
+        return HandoffKind.MOONCAKE if is_mooncake else HandoffKind.NIXL
+
+    @property
     def rank_numbers(self) -> tuple[int, ...] | None:
         """Return the global ranks that the operator named, None if that is left to the engine."""
         if isinstance(self.ranks, int):
@@ -202,6 +212,15 @@ class InstanceSettings(_Section):
             raise ValueError("kv_replay without kv_events")
         if self.api_key_env is not None and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
+        if self.kv_connector == "mooncake" and self.role == "prefill" and not self.bootstrap_url:
+            raise ValueError(
+                "kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as"
+                " http://127.0.0.1:8998"
+            )
+        if self.bootstrap_url is not None and self.kv_connector == "nixl":
+            raise ValueError("bootstrap_url: NIXL has none; leave it out, or kv_connector")
+        if self.bootstrap_url is not None and self.role == "decode":
+            raise ValueError("bootstrap_url: only instances that prefill have one")
         ranks = self.rank_numbers or ()
         if len(set(ranks)) != len(ranks):
             raise ValueError("ranks: a rank is named twice")
@@ -316,7 +335,26 @@ class Settings(_Section):
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:
                 raise ValueError(f"the {what} {twice} is used twice")
+        for instance in instances:
+            if instance.role == "prefill" and not _has_partner(instance, instances):
+                raise ValueError(
+                    f"{instance.id} only prefills: it needs an instance of role decode or both for"
+                    " the same model"
+                )
         return instances
+
+
+def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings]) -> bool:
+    """Tell whether somebody can decode what the instance prefills, as far as models are named."""
+    for other in instances:
+        names_none_alike = (
+            prefill.models is not None
+            and other.models is not None
+            and not set(prefill.models) & set(other.models)
+        )
+        if other.role != "prefill" and not names_none_alike:
+            return True
+    return False
 
 
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from moongate.router.candidates import CandidateTable, Group
 from moongate.router.commands import Decision
+from moongate.router.cost import CostWeights
 from moongate.router.fleet import Fleet
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineage, Lineages
 from moongate.router.model import (
     TEXT_SPACE,
     BlockHash,
+    Duty,
     Holder,
     InstanceId,
     KnownPart,
@@ -25,6 +27,7 @@ from moongate.router.model import (
     Reason,
     Request,
 )
+from moongate.router.pairing import Pair, choose_pair
 from moongate.router.policy import Candidate, Policy, RandomBelow, Ranked, Situation
 
 PLACES = 2
@@ -43,13 +46,37 @@ class Departure(NamedTuple):
     lineage: Lineage
 
 
+class Place(NamedTuple):
+    """A candidate chosen, and what is known of the prompt in its blocks."""
+
+    chosen: Candidate
+    known: KnownPart
+
+
 class Choice(NamedTuple):
-    """The candidate chosen, why, and where the request departs from earlier ones."""
+    """The candidate chosen, why, and where the request departs from earlier ones.
+
+    `prefill`: where its prompt is computed, if that is on another instance.
+    """
 
     chosen: Candidate
     known: KnownPart  # of the prompt, there
     decision: Decision
     departure: Departure
+    prefill: Place | None = None
+
+
+class _Ranking(NamedTuple):
+    """What a policy said of a group."""
+
+    ranked: Sequence[Ranked]
+    group: Group
+    departure: Departure
+
+    def place(self, request: Request, chosen: Candidate) -> Place:
+        if request.prompt is None:
+            return Place(chosen, NOTHING)
+        return Place(chosen, request.prompt.known_in(self.group.spaces[chosen.holder]))
 
 
 NOTHING = KnownPart((), 1, 0, is_text=True)
@@ -79,7 +106,32 @@ class Chooser:
 
         `places`: how many are ranked at least, None for all.
         """
-        group = self.table.group(request.model, now, excluded)
+        duty = Duty.WHOLE if request.stays_whole else Duty.ALL
+        hands_over = request.may_hand_over and self.fleet.has_prefill(request.model)
+        local = self._rank(
+            policy, request, random_below, now, excluded, None if hands_over else places, duty
+        )
+        if local is None:
+            return None
+        prefill = (
+            self._rank(policy, request, random_below, now, excluded, places, Duty.PREFILL)
+            if hands_over
+            else None
+        )
+        return self._decide(policy, request, local, prefill)
+
+    def _rank(
+        self,
+        policy: Policy,
+        request: Request,
+        random_below: RandomBelow,
+        now: float,
+        excluded: Sequence[InstanceId],
+        places: int | None,
+        duty: Duty,
+    ) -> _Ranking | None:
+        """Return the ranking of those that may do this. None: there are none."""
+        group = self.table.group(request.model, now, excluded, duty)
         if not group.seats:
             return None
         candidates, departure, history_tokens = self._place(request, group)
@@ -91,27 +143,48 @@ class Chooser:
             tokens_per_ms=self.fleet.tokens_per_ms,
             places=len(candidates) if places is None else places,
         )
-        ranked = policy.rank(situation, candidates, random_below)
-        holder = ranked[0].candidate.holder
-        known = NOTHING if request.prompt is None else request.prompt.known_in(group.spaces[holder])
-        decision = _decision(request, policy, ranked, is_alone=len(candidates) == 1)
-        return Choice(ranked[0].candidate, known, decision, departure)
+        return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
+
+    def _decide(
+        self, policy: Policy, request: Request, local: _Ranking, prefill: _Ranking | None
+    ) -> Choice:
+        """Return where the request goes: to one instance, or to a pair."""
+        pair = Pair(local.ranked, None)
+        if prefill is not None:
+            weights = getattr(policy, "weights", None)
+            pair = choose_pair(
+                local.ranked,
+                prefill.ranked,
+                weights if isinstance(weights, CostWeights) else CostWeights(),
+                request.prompt.token_count if request.prompt is not None else 0,
+                self.fleet.handoff_tokens_per_ms,
+            )
+        decision = _decision(request, policy, pair, is_alone=len(local.group.seats) == 1)
+        first_leg = None
+        if prefill is not None and pair.prefill is not None:
+            first_leg = prefill.place(request, pair.prefill.candidate)
+        # A request that goes to a pair departs from what prefill instances hold.
+        departure = local.departure if first_leg is None or prefill is None else prefill.departure
+        chosen, known = local.place(request, pair.ranking[0].candidate)
+        return Choice(chosen, known, decision, departure, first_leg)
 
     def is_covered(self, request: Request, now: float) -> bool:
         """See `RouterCore.covers`."""
         assert request.prompt is not None
-        group = self.table.group(request.model, now)
         chain, block_tokens = _lineage_chain(request.prompt)
         history_tokens = self.lineages.find_history(chain) * block_tokens
-        overlaps = self._overlaps(request.prompt, group, history_tokens)
         enough = history_tokens or request.prompt.token_count - 2 * block_tokens
-        rate = self.fleet.tokens_per_ms
-        members = self.table.members(group)
-        return any(
-            confirmed >= enough
-            and members[group.positions[holder]].queued_prefill_tokens <= COVERED_QUEUE_MS * rate
-            for holder, (confirmed, _) in overlaps.items()
-        )
+        duties = (Duty.ALL, Duty.PREFILL) if request.may_hand_over else (Duty.ALL,)
+        for duty in duties:
+            group = self.table.group(request.model, now, duty=duty)
+            members = self.table.members(group)
+            overlaps = self._overlaps(request.prompt, group, history_tokens)
+            for holder, (confirmed, _) in overlaps.items():
+                queued = members[group.positions[holder]].queued_prefill_tokens
+                is_free = queued <= COVERED_QUEUE_MS * self.fleet.tokens_per_ms
+                if is_free and confirmed >= enough:
+                    return True
+        return False
 
     def _place(self, request: Request, group: Group) -> tuple[list[Candidate], Departure, int]:
         """Return the candidates with their overlaps, what the prompt continues, and its tokens."""
@@ -172,12 +245,11 @@ def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
     return known.chain, known.block_tokens
 
 
-def _decision(
-    request: Request, policy: Policy, ranked: Sequence[Ranked], is_alone: bool
-) -> Decision:
-    best = ranked[0]
-    reason = best.reason
-    if is_alone and reason is not Reason.POOL_PREFIX:  # that says more than that it was the last one
+def _decision(request: Request, policy: Policy, pair: Pair, is_alone: bool) -> Decision:
+    best = pair.ranking[0]
+    computing = pair.prefill or best  # where the prompt is
+    reason = computing.reason
+    if is_alone and pair.prefill is None and reason is not Reason.POOL_PREFIX:
         reason = Reason.ONLY_CHOICE
     elif policy.reads_prompts and request.is_prompt_missing and reason is Reason.LOAD:
         reason = Reason.FALLBACK
@@ -185,7 +257,8 @@ def _decision(
         policy=policy.name,
         reason=reason,
         prompt_tokens=request.prompt.token_count if request.prompt is not None else None,
-        device_tokens=best.candidate.overlap_tokens,
-        pool_tokens=best.candidate.pool_tokens,
-        ranking=tuple(ranked),
+        device_tokens=computing.candidate.overlap_tokens,
+        pool_tokens=computing.candidate.pool_tokens,
+        ranking=tuple(pair.ranking),
+        prefill=pair.prefill,
     )

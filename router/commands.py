@@ -20,6 +20,7 @@ class Decision(NamedTuple):
     device_tokens: int
     pool_tokens: int  # beyond those
     ranking: tuple[Ranked, ...]  # of all candidates, or the first few
+    prefill: Ranked | None = None  # on another instance; tokens are then what that one reuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class Forward:
     holder: Holder
     decision: Decision
     attempt: int  # 1 for the first
+    prefill: Holder | None = None  # send the prefill leg there first
+    is_redelivery: bool = (
+        False  # of a decode leg that didn't reach its instance; its prefill stands
+    )
 
 
 class RejectReason(Enum):

@@ -8,6 +8,9 @@ One continuous number without thresholds. Its terms, each shown in receipts:
   back to it, whether or not one of their turns is under way just now.
 - `fetch`, `fetch_disk`: tokens that the holder would get from the shared pool: bytes at the rate of the
   place where they lie, and what a fetch takes however short it is.
+- `stall`: a prefill on a decode instance holds up the answers that it is decoding.
+- `handoff`: where another instance prefills, what it takes to get the blocks across. Its own cost is
+  then the term `prefill_leg`.
 - `prefill`: the request's own tokens that the holder would have to compute.
 - `history`: tokens of the session's earlier turns that would be computed *again*. They are paid
   twice over: the work delays the holder's other requests, and its copy displaces their blocks.
@@ -41,6 +44,9 @@ FETCH_BYTES_PER_MS_PRIOR = 4_000_000.0
 
 DISK_BYTES_PER_MS_PRIOR = 1_000_000.0
 """1 GB/s: one SSD, shared."""
+
+HANDOFF_TOKENS_PER_MS_PRIOR = 50.0
+"""200 KB a token at 10 GB/s; only the start value of what is learned."""
 
 LOCAL_SPEEDUP = 2.0
 """What lies on the reader's own host needs no network."""
@@ -82,6 +88,10 @@ class CostWeights:
     degraded_weight: float = 0.8  # what an overlap is worth when some events were lost
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
     fetch_ms: float = 5.0  # ms that a fetch from the pool takes beside its bytes
+    handoff_ms: float = 10.0  # ms that a hand-off from prefill to decode takes beside its blocks
+    stall_weight: float = (
+        0.25  # a prefill's charge for each answer that it holds up on a decode instance
+    )
 
 
 class Pricing(NamedTuple):

@@ -169,6 +169,22 @@ class RequestArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The prefill leg of a hand-off was answered; the decode leg is sent next."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """The prefill leg of a hand-off failed; nothing of it is kept anywhere."""
+
+    request_id: RequestId
+    kind: FailureKind
+    status: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFirstByte:
     """The first byte of the answer's body came, so prefill is over.
 
@@ -225,6 +241,8 @@ Event = (
     | BatchReceived
     | ReplayEnded
     | RequestArrived
+    | PrefillEnded
+    | PrefillFailed
     | RequestFirstByte
     | RequestFailed
     | RequestFinished

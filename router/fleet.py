@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from moongate.router.cost import (
     DISK_BYTES_PER_MS_PRIOR,
     FETCH_BYTES_PER_MS_PRIOR,
+    HANDOFF_TOKENS_PER_MS_PRIOR,
     LOCAL_SPEEDUP,
     OBSERVED_BYTES_MIN,
     OBSERVED_TOKENS_MIN,
@@ -24,6 +25,7 @@ from moongate.router.cost import (
 from moongate.router.model import (
     TEXT_SPACE,
     BlockSpace,
+    Duty,
     Holder,
     InstanceFacts,
     InstanceId,
@@ -39,6 +41,13 @@ SUSPENSION_S_MIN = 1.0
 SUSPENSION_S_MAX = 30.0
 """Back-off of a failing instance: short enough to notice a recovery, long enough not to feed it
 requests that each have to fail over."""
+
+
+ROLES: Mapping[Duty, frozenset[Role]] = {
+    Duty.ALL: frozenset({Role.BOTH, Role.DECODE}),
+    Duty.PREFILL: frozenset({Role.PREFILL}),
+    Duty.WHOLE: frozenset({Role.BOTH}),
+}
 
 
 @dataclass(slots=True)
@@ -136,6 +145,7 @@ class Fleet:
         # One rate for all, scaled by weight: a rate of its own that an instance got from a few
         # unlucky observations would keep work, and so better observations, away from it.
         self._prefill = LearnedRate(prefill_tokens_per_ms, OBSERVED_TOKENS_MIN)
+        self._handoff = LearnedRate(HANDOFF_TOKENS_PER_MS_PRIOR, OBSERVED_TOKENS_MIN)
         self._fetch = LearnedRate(FETCH_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
         self._fetch_disk = LearnedRate(DISK_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
         self._instances: dict[InstanceId, InstanceState] = {}
@@ -158,6 +168,18 @@ class Fleet:
     def observe_prefill(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
         """Learn from a prefill that had the instance's prefill to itself."""
         self._prefill.observe(tokens, elapsed_ms * instance.spec.weight)
+
+    @property
+    def handoff_tokens_per_ms(self) -> float:
+        """Return the expected speed of a transfer from a prefill to a decode instance."""
+        return self._handoff.per_ms
+
+    def observe_handoff(self, tokens: int, elapsed_ms: float) -> None:
+        self._handoff.observe(tokens, elapsed_ms)
+
+    def has_prefill(self, model: str) -> bool:
+        """Tell whether an instance is there to prefill for others."""
+        return any(i.spec.role is Role.PREFILL for i in self.serving(model))
 
     def fetch_ms_per_token(self, part: PoolPart, instance: InstanceState) -> float:
         """Return the expected ms for each token that the instance gets from there."""
@@ -186,7 +208,7 @@ class Fleet:
         return [i for i in self._instances.values() if i.card(model) is not None]
 
     def available(
-        self, model: str, now: float, excluded: Iterable[InstanceId]
+        self, model: str, now: float, excluded: Iterable[InstanceId], duty: Duty = Duty.ALL
     ) -> list[InstanceState]:
         """Return the instances that may take a request for the model now.
 
@@ -197,7 +219,7 @@ class Fleet:
         healthy = [
             i
             for i in self.serving(model)
-            if i.is_healthy and i.spec.role is not Role.PREFILL and i.spec.id not in left_out
+            if i.is_healthy and i.spec.role in ROLES[duty] and i.spec.id not in left_out
         ]
         return [i for i in healthy if not i.is_suspended(now)] or healthy
 

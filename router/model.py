@@ -32,6 +32,14 @@ class Role(Enum):
     BOTH = "both"
 
 
+class Duty(Enum):
+    """What a request wants of an instance: which roles may take it."""
+
+    ALL = "all"  # compute the prompt and the answer; what is left to do after a hand-off as well
+    PREFILL = "prefill"  # compute the prompt for another instance
+    WHOLE = "whole"  # both, on one that never works for another
+
+
 class Tier(Enum):
     """Where a copy of a block lives, fastest first."""
 
@@ -188,6 +196,6 @@ class Request:
     session_key: str | None = None
     tie_key: str | None = None  # decides between equal costs only: the user behind many sessions
     policy: str | None = None  # a policy asked for by name, already allowed
-    pool: Mapping[KeySpace, PoolPart] = field(
-        default_factory=dict
-    )  # what a pool holds of the prompt
+    pool: Mapping[KeySpace, PoolPart] = field(default_factory=dict)  # what it holds of the prompt
+    may_hand_over: bool = False  # prefill and decode may be on different instances
+    stays_whole: bool = False  # a decode instance can't do it, not even alone

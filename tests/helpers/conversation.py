@@ -45,7 +45,8 @@ def ask(url: str, messages: list[dict[str, str]], model: str = "tiny", **options
         "model": model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0,
         "stream": True, "stream_options": {"include_usage": True}, **options,
     }  # fmt: skip
-    began, first_token_s, text, usage = time.perf_counter(), 0.0, "", {}
+    began, first_token_s, text = time.perf_counter(), 0.0, ""
+    usage: dict[str, Any] = {}
     with httpx.stream(
         "POST", f"{url}/v1/chat/completions", json=body, timeout=120.0, trust_env=False
     ) as answer:
