@@ -133,6 +133,8 @@ class Gateway:
         assert self._monitor is not None
         assert self._prompts is not None
         assert self._links is not None
+        if self._hot_path is not None:
+            await self._hot_path.close()
         await self._monitor.close()
         if self._pooling is not None:
             await self._pooling.close()

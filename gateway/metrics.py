@@ -73,6 +73,10 @@ class Metrics:
         self.retries = Tally(
             "moongate_retries", "Attempts repeated elsewhere", ["reason"], registry=r
         )
+        self.handoffs = Tally(
+            "moongate_pd_handoffs", "Hand-offs from prefill to decode, by how they ended",
+            ["result"], registry=r,
+        )  # fmt: skip
         self.ids_forwarded = Tally(
             "moongate_ids_forwarded", "Attempts that took the prompt's token ids to the engine",
             ["instance"], registry=r,

@@ -18,9 +18,11 @@ def receipt_headers(decision: Decision) -> dict[str, str]:
         "x-moongate-device-tokens": str(decision.device_tokens),
         "x-moongate-pool-tokens": str(decision.pool_tokens),
     }
+    if decision.prefill is not None:
+        headers["x-moongate-prefill-instance"] = str(decision.prefill.holder)
     if decision.prompt_tokens is not None:
         headers["x-moongate-prompt-tokens"] = str(decision.prompt_tokens)
-    pool = chosen.candidate.pool
+    pool = (decision.prefill or chosen).candidate.pool
     if pool is not None and pool.on_disk:
         headers["x-moongate-pool-disk-tokens"] = str(decision.pool_tokens)
     if chosen.cost_ms is not None:
@@ -38,6 +40,7 @@ def decision_as_json(decision: Decision) -> dict[str, Any]:
         "policy": decision.policy,
         "reason": decision.reason.value,
         "instance": str(decision.ranking[0].holder),
+        "prefill_instance": str(decision.prefill.holder) if decision.prefill is not None else None,
         "prompt_tokens": decision.prompt_tokens,
         "device_tokens": decision.device_tokens,
         "pool_tokens": decision.pool_tokens,

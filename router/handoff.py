@@ -107,6 +107,11 @@ class Handoff:
     _state: _State = _State.NEW
     _decode_params: TransferParams | None = None
 
+    @property
+    def is_decoding(self) -> bool:
+        """Tell whether the decode leg is under way."""
+        return self._state in (_State.DECODING, _State.STREAMING)
+
     def begin(self) -> Action:
         assert self._state is _State.NEW, self._state
         self._state = _State.PREFILLING
