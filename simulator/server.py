@@ -260,7 +260,7 @@ class SimEngine:
     async def crash(self) -> None:
         """End as a killed process does: all connections break off at once, whatever is on them."""
         for server in self._servers:
-            server.cut()
+            await server.cut()
         await self.stop()
 
     async def _leave(self) -> None:

@@ -49,12 +49,14 @@ class SocketServer:
         self._server.should_exit = True
         await self._serving
 
-    def cut(self) -> None:
+    async def cut(self) -> None:
         """Break off all connections, and take no new ones."""
-        self._listener.close()
         if self._server is None:
+            self._listener.close()
             return
-        for server in getattr(self._server, "servers", ()):
+        while not self._server.started:  # noqa: ASYNC110 -- it has no event for it
+            await asyncio.sleep(0)
+        for server in self._server.servers:
             server.close()
         for connection in list(self._server.server_state.connections):
             if (transport := getattr(connection, "transport", None)) is not None:
