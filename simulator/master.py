@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -42,11 +43,20 @@ class MasterRequest:
 class PoolMaster:
     """A master on localhost. It keeps its port from one `start` to the next.
 
+    One client pings it once a second, and each put is a batch of one: so its counters say.
+
     `is_silent`: connections are accepted and requests read, and never answered. `disk_keys`: keys
     whose value is on a disk only.
     """
 
-    def __init__(self, pool: MemoryPool, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        pool: MemoryPool,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`port` 0: any free one, the same at each start."""
         self.pool = pool
         self.port = port
@@ -55,6 +65,8 @@ class PoolMaster:
         self.requests: list[MasterRequest] = []
         """What came, oldest first; tests may clear it."""
         self._host = host
+        self._clock = clock
+        self._started_at = clock()
         self._server: SocketServer | None = None
         self._stored_before = 0
         self._evicted_before = 0
@@ -71,6 +83,7 @@ class PoolMaster:
     async def start(self) -> None:
         """Raises OSError for an address in use."""
         assert self._server is None, "started already"
+        self._started_at = self._clock()
         self._server = SocketServer(self._host, self.port)
         self.port = self._server.port
         self._server.serve(self._app())
@@ -176,6 +189,8 @@ class PoolMaster:
             ("master_evicted_key_count", "counter", evicted_keys),
             ("master_successful_evictions_total", "counter", evicted_keys),
             ("master_batch_put_end_items_total", "counter", stored_keys),
+            ("master_batch_put_end_requests_total", "counter", stored_keys),
+            ("master_ping_requests_total", "counter", int(self._clock() - self._started_at)),
         ]
         return "".join(
             f"# HELP {name} {name}\n# TYPE {name} {kind}\n{name} {value}\n"

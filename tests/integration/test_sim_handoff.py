@@ -242,7 +242,7 @@ async def test_a_prefill_whose_client_leaves_holds_nothing() -> None:
 
 @pytest.mark.asyncio
 async def test_blocks_that_nobody_comes_for_are_freed_in_the_end() -> None:
-    async with pair(dataclasses.replace(PREFILL, transfer_hold_s=0.05)) as pd:
+    async with pair(dataclasses.replace(PREFILL, transfer_hold_s=0.5)) as pd:
         await pd.prefill_leg("t1")
         assert pd.held > 0.0
         await until(lambda: pd.held == 0.0)
@@ -380,7 +380,7 @@ async def test_a_known_prefill_engine_that_crashed_is_waited_for_until_the_limit
 
 @pytest.mark.asyncio
 async def test_a_prefill_engine_that_crashes_while_it_is_waited_for_is_not_noticed() -> None:
-    async with pair(decode=dataclasses.replace(DECODE, transfer_hold_s=0.3)) as pd:
+    async with pair(decode=dataclasses.replace(DECODE, transfer_hold_s=0.6)) as pd:
         decoding = asyncio.create_task(pd.decode_leg("t1"))
         await until(lambda: bool(pd.prefill.handoff_api and pd.prefill.handoff_api.pulls))
         await pd.prefill.crash()
@@ -526,14 +526,14 @@ async def test_nixls_lease_ends_and_what_is_read_then_is_not_what_it_was() -> No
 
 @pytest.mark.asyncio
 async def test_nixls_lease_is_prolonged_while_the_decoder_has_the_request() -> None:
-    short = dataclasses.replace(NIXL, lease_s=0.12)
+    short = dataclasses.replace(NIXL, lease_s=0.5)
     async with pair(short, dataclasses.replace(short, profile=ONE_AT_A_TIME)) as pd:
         model = pd.decode.runners[0].model
         async with left(pd.to_decode, {"prompt": [7] * 9, "max_tokens": 200}):
             await until(lambda: model.statistics().running_requests == 1)
             body = await nixl_prefill(pd)
             async with left(pd.to_decode, body):
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.7)
                 assert pd.held > 0.0
             await until(lambda: pd.held == 0.0)
         assert pd.prefill.runners[0].stale_reads == 0

@@ -324,7 +324,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 TURNS = st.lists(st.tuples(st.integers(0, 1), PROMPTS, st.integers(1, 6)), max_size=12)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(TURNS, st.integers(1, 12))
 def test_cached_tokens_are_the_prefix_on_the_device_and_then_in_the_pool(
     turns: list[tuple[int, list[int], int]], pool_blocks: int
