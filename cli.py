@@ -132,6 +132,9 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
         "--port", type=_port, default=8000, help="the gateway's port (default: 8000)"
     )
     parser.add_argument("--policy", default="kv_cost", help="routing policy (default: kv_cost)")
+    parser.add_argument(
+        "--pd", action="store_true", help="simulated engines: one prefills, the others decode"
+    )
     parser.set_defaults(command=_up)
 
 
@@ -141,6 +144,10 @@ def _up(options: argparse.Namespace) -> int:
     from moongate.router.policy import PolicyError, make_policy
 
     python: str | None = None
+    if options.pd and options.engine != "sim":
+        return _misused("--pd is for simulated engines")
+    if options.pd and options.engines < 2:
+        return _misused("--pd needs at least 2 engines: one prefills, the others decode")
     try:
         make_policy(options.policy)
         if options.engine == "vllm":
@@ -155,6 +162,7 @@ def _up(options: argparse.Namespace) -> int:
                 model=options.model,
                 policy=options.policy,
                 python=python,
+                pd=options.pd,
             )
         )
     except PolicyError as error:
