@@ -96,7 +96,7 @@ async def _main(options: StackOptions, sock: socket.socket) -> int:
     engines: list[_Engine] = []
     try:
         engines = await _start_engines(options)
-        server = GatewayServer(Gateway(_settings(options, engines)), sock)
+        server = GatewayServer(Gateway(_settings(options, engines), pool=_pool_of(engines)), sock)
         handle_signals(server)
         announcing = asyncio.create_task(_announce(server, engines))
         watching = [asyncio.create_task(_stop_with(engine, server)) for engine in engines]
@@ -112,6 +112,7 @@ def _settings(options: StackOptions, engines: Sequence[_Engine]) -> Settings:
     return Settings.model_validate(
         {
             "policy": {"name": options.policy},
+            "pool": {"kind": "none" if _pool_of(engines) is None else "memory"},
             "drain": {"limit_s": 5.0},
             "instances": [_instance_settings(engine) for engine in engines],
         }
@@ -119,12 +120,18 @@ def _settings(options: StackOptions, engines: Sequence[_Engine]) -> Settings:
 
 
 def _instance_settings(engine: _Engine) -> dict[str, Any]:
-    """Return what the gateway is told of one engine.
+    """Return what the gateway is told of one engine."""
+    return {
+        "id": engine.id,
+        "url": engine.url,
+        "role": engine.role.value,
+        "bootstrap_url": engine.bootstrap_url if engine.role is Role.PREFILL else None,
+    }
 
-    The place for `engine.role`, `engine.bootstrap_url` and `engine.pool` once the gateway routes by
-    them; until then a stack with `pd` serves each request at one engine.
-    """
-    return {"id": engine.id, "url": engine.url}
+
+def _pool_of(engines: Sequence[_Engine]) -> MemoryPool | None:
+    """Return the pool that the engines share in this process, None if they don't."""
+    return next((engine.pool for engine in engines if engine.pool is not None), None)
 
 
 async def _announce(server: GatewayServer, engines: Sequence[_Engine]) -> None:

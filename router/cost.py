@@ -8,7 +8,7 @@ One continuous number without thresholds. Its terms, each shown in receipts:
   back to it, whether or not one of their turns is under way just now.
 - `fetch`, `fetch_disk`: tokens that the holder would get from the shared pool: bytes at the rate of the
   place where they lie, and what a fetch takes however short it is.
-- `stall`: a prefill on a decode instance holds up the answers that it is decoding.
+- `stall`: a prefill on a decode instance holds up the answers that it is decoding, and will decode.
 - `handoff`: where another instance prefills, what it takes to get the blocks across. Its own cost is
   then the term `prefill_leg`.
 - `prefill`: the request's own tokens that the holder would have to compute.
@@ -89,9 +89,8 @@ class CostWeights:
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
     fetch_ms: float = 5.0  # ms that a fetch from the pool takes beside its bytes
     handoff_ms: float = 10.0  # ms that a hand-off from prefill to decode takes beside its blocks
-    stall_weight: float = (
-        0.25  # a prefill's charge for each answer that it holds up on a decode instance
-    )
+    stall_ms: float = 4.0  # ms that any prefill on a decode instance costs the answers there
+    stall_weight: float = 0.5  # and of its own time, for each of them and for those to come
 
 
 class Pricing(NamedTuple):

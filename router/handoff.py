@@ -73,7 +73,10 @@ Action = SendPrefill | SendDecode | CancelDecode | NothingLeft
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """What the prefill leg brought. `is_held`: it ended as it should, so that its blocks are kept."""
+    """What the prefill leg brought.
+
+    `is_held`: it ended by its length. Mooncake keeps the blocks of no other; NIXL of any.
+    """
 
     is_held: bool
     params: TransferParams | None = None  # of the answer
@@ -131,11 +134,11 @@ class Handoff:
     def prefill_answered(self, answer: PrefillAnswer) -> Action:
         """Raises: HandoffError where the answer lacks what the decode side needs."""
         assert self._state is _State.PREFILLING, self._state
+        if self.kind is HandoffKind.NIXL:
+            return self._send(_nixl_params(answer))
         if not answer.is_held:
             return self._send(None)
-        if self.kind is HandoffKind.MOONCAKE:
-            return self._send(self._mooncake_params(answer))
-        return self._send(_nixl_params(answer))
+        return self._send(self._mooncake_params(answer))
 
     def redeliver(self) -> Action:
         """The decode leg did not reach its instance: send it to another one."""

@@ -1,8 +1,8 @@
 """Whether a prompt is computed where it will be decoded, or on a prefill instance: by cost.
 
 Computing it where it is decoded saves the hand-off, and holds up the answers under way there. So a turn
-that adds little to what its decode instance holds stays, and a long new prompt goes to a prefill
-instance, without a threshold. Policies that know no costs hand over whatever can be handed over.
+that adds little to what its decode instance holds stays, and one that adds much goes to a prefill
+instance first, without a threshold. Policies that know no costs hand over whatever can be handed over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose_pair(
     prefill = prefilling[0]
     if prefill.cost_ms is None or decoding[0].cost_ms is None:
         return Pair(decoding, prefill)
-    alone = sorted((_alone(place, weights) for place in decoding), key=_cost)
+    alone = sorted((_alone(p, weights) for p in decoding if _may_compute(p)), key=_cost)
     paired = sorted(
         (
             _paired(place, prefill, weights, prompt_tokens, handoff_tokens_per_ms)
@@ -46,9 +46,18 @@ def choose_pair(
         ),
         key=_cost,
     )
-    if _cost(alone[0]) <= _cost(paired[0]):
+    if alone and _cost(alone[0]) <= _cost(paired[0]):
         return Pair(alone, None)
     return Pair(paired, prefill)
+
+
+def _may_compute(place: Ranked) -> bool:
+    """Tell whether it may come to computing the prompt where it is decoded: the rest of it.
+
+    A prompt of which a decode instance holds nothing is no rest; such are the prefill instances for.
+    """
+    candidate = place.candidate
+    return candidate.role is not Role.DECODE or candidate.overlap_tokens > 0
 
 
 def _alone(place: Ranked, weights: CostWeights) -> Ranked:
@@ -57,7 +66,8 @@ def _alone(place: Ranked, weights: CostWeights) -> Ranked:
     if candidate.role is not Role.DECODE:
         return place
     prefill_ms = place.terms_ms.get("prefill", 0.0)
-    stall_ms = prefill_ms * candidate.active_requests * weights.stall_weight
+    held_up = 1 + candidate.active_requests
+    stall_ms = weights.stall_ms + prefill_ms * held_up * weights.stall_weight
     return place._replace(
         cost_ms=_cost(place) + stall_ms, terms_ms={**place.terms_ms, "stall": stall_ms}
     )

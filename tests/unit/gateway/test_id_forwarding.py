@@ -170,6 +170,8 @@ def test_another_instances_word_does_not_count(mode: ForwardIds) -> None:
 def test_the_body_stays_byte_for_byte_before_the_ids() -> None:
     raw = b'{ "model":"m", "x": 1.0,"messages":[{"role":"user","content":"\\u00e9"}] } \n'
     forwarding = IdForwarding("on", cast("PromptPipeline", Verdicts()))
-    pieces = with_params(raw, forwarding.ids_for(CHAT, parse_body(raw, CHAT), read_of(3), API, None))
+    pieces = with_params(
+        raw, forwarding.ids_for(CHAT, parse_body(raw, CHAT), read_of(3), API, None)
+    )
     ids = b',"kv_transfer_params":{"prompt_token_ids":[0,1,2]}'
     assert b"".join(pieces) == raw[:-3] + ids + b"} \n"
