@@ -4,8 +4,8 @@ Responsible for the connectors of one engine (the hand-off from prefill to decod
 Mooncake pool, or both), their environment variables, and the pool's configuration file. Pure: it
 writes no file and asks no host; `vllm_launch.py` puts the parts together.
 
-Stock connectors do all of it. `connectors="moongate"` takes the subclasses of `vllm_connectors.py`
-for what those lack.
+Stock connectors do each of it. `connectors="moongate"` takes the subclasses of `vllm_connectors.py`
+for what those lack; hand-off by Mooncake together with a pool needs them, see there.
 
 Source: vLLM 0.32.0 `config/kv_transfer.py`, `distributed/mooncake_store.py`,
 `distributed/kv_transfer/kv_connector/v1/{mooncake,nixl}`, each tried over TCP on the CPU build but
@@ -110,7 +110,7 @@ class TransferLaunch:
     handoff: Handoff | None
     pool: PoolMember | None
     network: Network
-    connectors: Connectors
+    connectors: Connectors | None
     on_load_failure: OnLoadFailure
     advertise_host: str | None
     http_port: int
@@ -136,7 +136,7 @@ def transfer_config(launch: TransferLaunch) -> dict[str, Any] | None:
             "kv_role": _KV_ROLES[launch.role],
             "kv_connector_extra_config": {"connectors": parts},
         }
-        if launch.connectors == "moongate":
+        if _has_ours(launch):
             config["kv_connector_module_path"] = CONNECTORS_MODULE
     # Read at the top only, also with several connectors.
     return {**config, "kv_load_failure_policy": launch.on_load_failure}
@@ -188,6 +188,18 @@ def lookup_id(launch: TransferLaunch) -> int | None:
     return launch.http_port if launch.pool.lookup_id is None else launch.pool.lookup_id
 
 
+def _has_ours(launch: TransferLaunch) -> bool:
+    if launch.connectors is None:
+        return _needs_ours(launch)
+    return launch.connectors == "moongate"
+
+
+def _needs_ours(launch: TransferLaunch) -> bool:
+    """Tell whether vLLM's MultiConnector would hold MooncakeConnector, which it dies of."""
+    is_mooncake = launch.handoff is not None and launch.handoff.connector == "mooncake"
+    return is_mooncake and launch.pool is not None
+
+
 # --- connectors -----------------------------------------------------------------------------------
 
 
@@ -220,7 +232,7 @@ def _pool(launch: TransferLaunch, pool: PoolMember, role: str) -> dict[str, Any]
         extra["cache_prefix"] = pool.cache_prefix
     if launch.network.nvlink_fabric:
         extra["custom_mem_pool"] = "NVLINK"
-    is_ours = launch.connectors == "moongate"
+    is_ours = _has_ours(launch)
     config = {
         "kv_connector": "MoongateStoreConnector" if is_ours else "MooncakeStoreConnector",
         "kv_role": role,
@@ -275,6 +287,11 @@ def check_transfer(launch: TransferLaunch) -> None:
         )
     if launch.connectors == "moongate" and launch.pool is None:
         raise LaunchError("connectors: moongate adds nothing without a pool; choose stock")
+    if launch.connectors == "stock" and _needs_ours(launch):
+        raise LaunchError(
+            "connectors: vLLM's own MultiConnector ends an engine of hand-off and pool with its first"
+            " hand-off (vllm#43828); choose moongate"
+        )
 
 
 def check_network(network: Network) -> None:
