@@ -110,7 +110,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     _add_size_arguments(parser.add_argument_group("model and cache"))
     _add_handoff_arguments(parser.add_argument_group("handing prompts over"))
     _add_pool_arguments(parser.add_argument_group("Mooncake pool"))
-    _add_network_arguments(parser.add_argument_group("network of hand-off and pool"))
+    network = parser.add_argument_group("network of hand-off and pool")
+    _add_network_arguments(network)
+    _add_fabric_argument(network)
     parser.add_argument(
         "extra", nargs=argparse.REMAINDER, metavar="-- ARG ...", help="passed on to vLLM"
     )
@@ -242,6 +244,13 @@ def _add_network_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
+def _add_fabric_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nvlink-fabric", action="store_true",
+        help="with rdma, in a pool: multi-node NVLink in its place",
+    )  # fmt: skip
+
+
 def _add_announcement_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
@@ -342,6 +351,9 @@ def _handoff(options: argparse.Namespace) -> Handoff | None:
 
 def _pool(options: argparse.Namespace) -> PoolMember | None:
     if not options.pool:
+        for name in _POOL_ONLY:
+            if getattr(options, name) not in (None, False, "", "embedded"):
+                raise LaunchError(f"--{name.replace('_', '-')}: only with --pool")
         return None
     file = options.mooncake_config
     return PoolMember(
@@ -358,13 +370,20 @@ def _pool(options: argparse.Namespace) -> PoolMember | None:
     )
 
 
+# Not --master and --buffer-size, which have defaults of their own that would look as if given.
+_POOL_ONLY = (
+    *("pool_mode", "segment_size", "mooncake_config", "lookup_id", "store_offloads"),
+    *("save_decode_cache", "cache_prefix", "tenant_id"),
+)
+
+
 def _default_config(http_port: int) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser().absolute() / "moongate" / f"mooncake-{http_port}.json"
 
 
 def _network(options: argparse.Namespace) -> Network:
-    return Network(options.protocol, options.device_name)
+    return Network(options.protocol, options.device_name, getattr(options, "nvlink_fabric", False))
 
 
 # --- a pool's own processes -----------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Connectors that run inside vLLM, where its own lack something; `connectors="moongate"` takes them.
 
 vLLM loads them by `kv_connector_module_path`, in the scheduler's process and in each worker. Stock
-connectors are always enough to serve: these only report more. This module imports vLLM, and nothing
+connectors serve as well, but for what the classes say. This module imports vLLM, and nothing
 of the gateway may import it.
 
 What needs no subclass: whole digests in KV events (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0). What no
@@ -18,7 +18,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as handoff
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import connector as store
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's, whose handlers write it
 
 REPORT_KEY = "moongate"
 """Where in an answer's `kv_transfer_params` the report stands."""
@@ -70,6 +74,26 @@ class MoongateStoreConnector(store.MooncakeStoreConnector):  # type: ignore[misc
         return is_freed_later, {**(params or {}), REPORT_KEY: report}
 
 
+class MoongateHandoffConnector(handoff.MooncakeConnector):  # type: ignore[misc]
+    """A hand-off whose engine outlives requests that are meant for the other side.
+
+    Why: the stock one asserts that a prefill engine is asked for no decode leg and a decode engine
+    for no prefill leg, so that a single such request, by mistake or by malice, ends the engine. Here
+    it is computed as if it said nothing of the other side.
+    """
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        role = self._kv_transfer_config.kv_role
+        if params and role in _OTHER_SIDES and params.get(_OTHER_SIDES[role]):
+            logger.warning("%s: %s asked of a %s", request.request_id, _OTHER_SIDES[role], role)
+            params[_OTHER_SIDES[role]] = False
+        super().on_new_request(request)
+
+
+_OTHER_SIDES = {"kv_producer": "do_remote_prefill", "kv_consumer": "do_remote_decode"}
+
+
 class MultiConnector(multi.MultiConnector):  # type: ignore[misc]
     """Several connectors, of which one may publish events and some may have no metrics.
 
@@ -110,7 +134,6 @@ class _MetricsOfSome(multi.MultiKVConnectorPromMetrics):  # type: ignore[misc]
 
 
 # MultiConnector looks up the classes of its connectors' statistics by name.
-with contextlib.suppress(ValueError):  # there already
-    KVConnectorFactory.register_connector(
-        MoongateStoreConnector.__name__, __name__, MoongateStoreConnector.__name__
-    )
+for _name in (MoongateHandoffConnector.__name__, MoongateStoreConnector.__name__):
+    with contextlib.suppress(ValueError):  # there already
+        KVConnectorFactory.register_connector(_name, __name__, _name)

@@ -248,6 +248,7 @@ def _check(launch: EngineLaunch) -> None:
     check_counts(launch, ("shutdown_timeout_s",), least=0)
     check_ports(_ports(launch))
     check_transfer(_transfer(launch))
+    _check_fabric(launch)
     _check_block_size(launch)
     _check_blocks_hold_longest(launch)
     if launch.enable_auto_tool_choice and launch.tool_call_parser is None:
@@ -267,6 +268,15 @@ def _ports(launch: EngineLaunch) -> Iterator[PortRange]:
     yield PortRange("kv_events_port", launch.kv_events_port, launch.data_parallel)
     yield PortRange("kv_replay_port", launch.kv_replay_port, launch.data_parallel)
     yield from transfer_ports(_transfer(launch))
+
+
+def _check_fabric(launch: EngineLaunch) -> None:
+    if launch.network.nvlink_fabric and launch.device == "cpu":
+        raise LaunchError("nvlink_fabric: a CPU has no NVLink; choose device gpu")
+    if launch.network.nvlink_fabric and "--enable-sleep-mode" in launch.extra_args:
+        raise LaunchError(
+            "nvlink_fabric: sleep mode allocates the cache by itself; leave --enable-sleep-mode out"
+        )
 
 
 def _check_block_size(launch: EngineLaunch) -> None:

@@ -71,7 +71,8 @@ def pool(content: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "pool.json")
         file.write_text(content)
-        return vars(MooncakeStoreConfig.from_file(str(file)))
+        settings: dict[str, Any] = vars(MooncakeStoreConfig.from_file(str(file)))
+        return settings
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from moongate.engine_plugins.launch_command import LaunchError
 from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
 
 RDMA = Network("rdma", ("mlx5_0", "mlx5_1"))
+FABRIC = Network("rdma", nvlink_fabric=True)
 OURS = "moongate.engine_plugins.vllm_connectors"
 
 
@@ -157,8 +158,7 @@ def test_our_pool_connector_is_loaded_from_our_module() -> None:
 
 
 def test_multi_node_nvlink_allocates_the_cache_as_fabric_memory() -> None:
-    network = Network("rdma", nvlink_fabric=True)
-    launch = replace(LAUNCH, pool=POOL, network=network)
+    launch = replace(LAUNCH, device="gpu", pool=POOL, network=FABRIC)
     assert config_of(launch)["kv_connector_extra_config"]["custom_mem_pool"] == "NVLINK"
     assert environment_of(launch)["MC_FORCE_MNNVL"] == "1"
 
@@ -176,9 +176,10 @@ def test_the_hand_off_comes_before_the_pool_and_by_our_connectors() -> None:
         "kv_connector_extra_config": {
             "connectors": [
                 {
-                    "kv_connector": "MooncakeConnector",
+                    "kv_connector": "MoongateHandoffConnector",
                     "kv_role": "kv_producer",
                     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+                    "kv_connector_module_path": OURS,
                 },
                 {
                     "kv_connector": "MoongateStoreConnector",
@@ -267,12 +268,32 @@ MADE_OF = {"role": "prefill", "handoff": PREFILL}
             "device_names: 'mlx5_0,mlx5_1' is no device; give names such as mlx5_0",
         ),
         (
-            {**MADE_OF, "network": Network("rdma", nvlink_fabric=True)},
+            {"pool": POOL, "network": Network("tcp", nvlink_fabric=True)},
+            "nvlink_fabric: goes with protocol rdma, in whose place it is taken",
+        ),
+        (
+            {"pool": POOL, "network": FABRIC},
+            "nvlink_fabric: a CPU has no NVLink; choose device gpu",
+        ),
+        (
+            {
+                "pool": POOL,
+                "network": FABRIC,
+                "device": "gpu",
+                "extra_args": ("--enable-sleep-mode",),
+            },
+            (
+                "nvlink_fabric: sleep mode allocates the cache by itself; leave --enable-sleep-mode"
+                " out"
+            ),
+        ),
+        (
+            {**MADE_OF, "network": FABRIC},
             "nvlink_fabric: only a pool member allocates its cache as fabric memory; set pool",
         ),
         (
-            {**MADE_OF, "connectors": "moongate"},
-            "connectors: moongate adds nothing without a pool; choose stock",
+            {"role": "decode", "handoff": NIXL, "connectors": "moongate"},
+            "connectors: moongate has none for this launch; choose stock",
         ),
         (
             {**MADE_OF, "pool": POOL, "connectors": "stock"},
