@@ -8,8 +8,8 @@ Stock connectors do each of it. `connectors="moongate"` takes the subclasses of 
 for what those lack; hand-off by Mooncake together with a pool needs them, see there.
 
 Source: vLLM 0.32.0 `config/kv_transfer.py`, `distributed/mooncake_store.py`,
-`distributed/kv_transfer/kv_connector/v1/{mooncake,nixl}`, each tried over TCP on the CPU build but
-for NIXL, RDMA and NVLink, which were only checked against vLLM's own parsers.
+`distributed/kv_transfer/kv_connector/v1/{mooncake,nixl}`, each tried on the CPU build, but for RDMA
+and NVLink, which were only checked against vLLM's own parsers.
 """
 
 from __future__ import annotations

@@ -135,6 +135,8 @@ class EngineProcess:
 
     def start(self) -> None:
         command = build_command(self.launch)
+        for path, content in command.files.items():
+            Path(path).write_text(content)
         self.child = Child.start(command.argv, self.url, self.log, command.environment)
 
     def wait_ready(self) -> None:
