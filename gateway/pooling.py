@@ -62,6 +62,7 @@ class PoolCounts:
     asked_keys: int = 0
     round_trips: int = 0
     failures: int = 0
+    overruns: int = 0  # look-ups that took more than their budget
     restarts: int = 0
     key_mismatches: int = 0
     shortfalls: int = 0  # answers for which an engine found less in the pool than was there
@@ -125,6 +126,7 @@ class Pooling:
         self._check_now = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_up = False
+        self._is_suspect = False  # it was too slow, and has not been checked since
         self.state: PoolState | None = None
         self.counts = PoolCounts()
 
@@ -164,7 +166,7 @@ class Pooling:
             self._forget_all()
         if not self.is_up:
             logger.info("the pool answers: %s keys", state.key_count)
-        self.is_up, self.state = True, state
+        self.is_up, self._is_suspect, self.state = True, False, state
 
     def _set_down(self) -> None:
         self.is_up = False
@@ -250,7 +252,7 @@ class Pooling:
         """Return the request with what the pool holds of its prompt, as far as that can matter."""
         if not self.is_up or not known.prompt.is_exact:
             return request
-        may_ask = not self._driver.core.covers(request, self._clock())
+        may_ask = not self._is_suspect and not self._driver.core.covers(request, self._clock())
         parts: dict[KeySpace, PoolPart] = {}
         for member in self._members_for(request.model):
             assert member.key_space is not None
@@ -322,10 +324,15 @@ class Pooling:
         try:
             async with asyncio.timeout(self._budget_s):
                 return await lookup.run(likely)
-        except (TimeoutError, PoolUnavailable) as error:
-            logger.warning(
-                "the pool did not answer in time: %s", str(error) or "more than the budget"
-            )
+        except TimeoutError:
+            # The machine may be busy as well, so that is no proof. It is asked how it is, and no
+            # turn waits for it until it has said so.
+            self.counts.overruns += 1
+            self._is_suspect = True
+            self._check_now.set()
+            return None
+        except PoolUnavailable as error:
+            logger.warning("the pool can't be asked: %s", error)
             self._set_down()
             self._check_now.set()
             return None
@@ -409,6 +416,7 @@ class Pooling:
             "asked_keys": counts.asked_keys,
             "round_trips": counts.round_trips,
             "failures": counts.failures,
+            "overruns": counts.overruns,
             "restarts": counts.restarts,
             "key_mismatches": counts.key_mismatches,
             "shortfalls": counts.shortfalls,
