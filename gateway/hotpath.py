@@ -256,7 +256,8 @@ class _Exchange:
             )
         if body.model in cards:
             return body.model
-        if any(instance.facts is None for instance in self._path.driver.core.fleet):
+        fleet = list(self._path.driver.core.fleet)
+        if not fleet or any(instance.facts is None for instance in fleet):
             raise self._unavailable()
         raise GatewayError(
             404, f"the model {body.model[:200]!r} does not exist", "model_not_found", "model"

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moongate.gateway.driver import Driver
-from moongate.kvpool.digests import DigestKeys, DigestMemory
+from moongate.kvpool.digests import ALGORITHMS, DigestKeys, DigestMemory, HashScheme
 from moongate.kvpool.directory import PoolDirectory, PoolPrefix
 from moongate.kvpool.keys import ONE_SHARD, Shard, model_part
 from moongate.kvpool.lookup import PrefixLookup, learn_shards
@@ -49,6 +50,8 @@ STORED_WITHIN_S = 1.0
 
 SAMPLES_MISSED_MAX = 3
 """So many in a row that aren't there: keys are made otherwise (less than a minute of traffic)."""
+
+NOTHING_ANNOUNCED: Mapping[str, Any] = {}
 
 HINT_WEIGHT = 0.8
 """What a token is worth that an engine announced as stored, and that nobody has seen since."""
@@ -185,18 +188,27 @@ class Pooling:
         root: str | None,
         block_size_tokens: int | None,
         uses_pool: bool | None,
+        announced: Mapping[str, Any] = NOTHING_ANNOUNCED,
     ) -> None:
         """Take in what discovery found of an instance.
 
-        `root`: where it loaded its model from. `uses_pool` None: it doesn't show.
+        `root`: where it loaded its model from. `uses_pool` None: it doesn't show. `announced`: what it
+        said of itself, its hash algorithm and seed among that.
         """
         member = self._members.setdefault(instance_id, Member(instance_id, self._rules))
         member.model = model_part(root) if root is not None else None
         member.block_size_tokens = member.block_size_tokens or block_size_tokens
         if uses_pool is not None:
             member.uses_pool = uses_pool
+        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
+        if member.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
+            member.presumed = HashScheme(str(algorithm), str(seed))
         self._presume(member)
         self._note_key_space(member)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Forget an instance that is here no more."""
+        self._members.pop(instance_id, None)
 
     def restarted(self, instance_id: InstanceId) -> None:
         """Note that the instance may be another process now, with other names for blocks."""

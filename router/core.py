@@ -30,6 +30,7 @@ from moongate.router.events import (
     Event,
     InstanceAdded,
     InstanceDescribed,
+    InstanceDraining,
     InstancePooled,
     InstanceProbed,
     InstanceRemoved,
@@ -165,6 +166,7 @@ class RouterCore:
                 | InstanceDescribed()
                 | InstanceProbed()
                 | InstancePooled()
+                | InstanceDraining()
             ):
                 return self._fleet_changed(event)
             case WakeUp():
@@ -323,7 +325,8 @@ class RouterCore:
         | InstanceRemoved
         | InstanceDescribed
         | InstanceProbed
-        | InstancePooled,
+        | InstancePooled
+        | InstanceDraining,
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
@@ -340,6 +343,9 @@ class RouterCore:
                 self._probed(instance, event)
             case InstancePooled():
                 instance.key_space = event.key_space
+            case InstanceDraining():
+                instance.is_draining = event.is_draining
+                self.candidates.reset()
             case _:
                 assert_never(event)
         return []

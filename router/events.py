@@ -52,6 +52,14 @@ class InstanceProbed:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceDraining:
+    """The instance gets no more work (or again); what it has under way goes on."""
+
+    instance_id: InstanceId
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
 class InstancePooled:
     """How the instance names blocks in a shared pool is known now. None: it doesn't use one."""
 
@@ -234,6 +242,7 @@ Event = (
     | InstanceDescribed
     | InstanceProbed
     | InstancePooled
+    | InstanceDraining
     | SourceOpened
     | SourceLost
     | SourceReconnected

@@ -57,6 +57,7 @@ class InstanceState:
     spec: InstanceSpec
     facts: InstanceFacts | None = None
     key_space: KeySpace | None = None  # how it names blocks in the pool; None: it uses none
+    is_draining: bool = False  # gets no more work
     is_healthy: bool = False  # not before the first successful check
     was_probed: bool = False
     probes_in_a_row: int = 0  # with the outcome opposite to `is_healthy`
@@ -219,7 +220,10 @@ class Fleet:
         healthy = [
             i
             for i in self.serving(model)
-            if i.is_healthy and i.spec.role in ROLES[duty] and i.spec.id not in left_out
+            if i.is_healthy
+            and not i.is_draining
+            and i.spec.role in ROLES[duty]
+            and i.spec.id not in left_out
         ]
         return [i for i in healthy if not i.is_suspended(now)] or healthy
 
