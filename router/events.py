@@ -66,6 +66,9 @@ class BlocksStored:
     extra_keys: tuple[ExtraKeys | None, ...] | None = None  # one per block; None: none has any
     group: int = 0
     is_full_attention: bool = True
+    needed_tokens: int | None = None
+    """How far back from a position the group must be held for reuse there, `WHOLE_PREFIX` for all of
+    it. None: not told, or it has no say in reuse. Of the group that decides, it is not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class Sources:
         holder = instance.holder_of(rank)
         if holder != state.ledger.holder:
             state.ledger.clear()
-            state.ledger.holder = self._known(holder)
+            state.ledger.move(self._known(holder))
 
     def _known(self, holder: Holder) -> Holder:
         self._index.add_holder(holder)

@@ -69,6 +69,7 @@ from .builders import (
     removed,
     request,
     send,
+    side_stored,
     stored,
 )
 
@@ -749,6 +750,27 @@ def test_a_clear_leaves_the_copies_on_the_host() -> None:
     core = with_sources(A)
     feed(core, batch(0, stored(71, tokens=[1, 2], tier=Tier.HOST), BlocksCleared()))
     assert overlaps(core, 1, 2, 3) == {"a": (2, 2)}
+
+
+def test_a_hybrid_models_windows_decide_with_and_a_forward_foretells_them() -> None:
+    core = with_sources(A, B)
+    for source in (SOURCE_A, SOURCE_B):
+        whole = stored(71, 72, 73, tokens=[1, 2, 3, 4, 5, 6])
+        feed(core, batch(0, side_stored(72, group=1, needed_tokens=2), whole, source=source))
+    feed(core, batch(1, side_stored(73, group=1, needed_tokens=2), source=SOURCE_B))
+    assert overlaps(core, *range(1, 10)) == {"a": (4, 4), "b": (6, 6)}
+    assert send(core, arrived("r", *range(1, 10))) == HB
+    assert overlaps(core, *range(1, 10)) == {"a": (4, 4), "b": (6, 8)}
+    feed(core, batch(2, removed(73, group=1), source=SOURCE_B))
+    assert overlaps(core, 1, 2, 3, 4, 5, 6, 0) == {"a": (4, 4), "b": (4, 4)}
+
+
+def test_a_hybrid_holder_leaves_with_its_groups() -> None:
+    core = with_sources(A)
+    feed(core, batch(0, stored(71, tokens=[1, 2]), side_stored(71, group=1, needed_tokens=2)))
+    assert core.index.total == 2
+    feed(core, InstanceRemoved(A))
+    assert (core.index.total, core.index.holders) == (0, ())
 
 
 def test_a_removed_block_ends_the_overlap() -> None:
