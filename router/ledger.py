@@ -71,6 +71,8 @@ class Ledger:
             self._group = event.group
         if event.group != self._group:
             return self._store_side(event)
+        if self._is_part_of_block(event):
+            return self._ignore(event)
         if not _is_well_formed(event):
             self.counts.malformed_events += 1
             return None
@@ -146,6 +148,16 @@ class Ledger:
 
     def _side_names(self) -> Iterator[Names]:
         return (side.names for side in self._sides.values() if side.names is not None)
+
+    def _is_part_of_block(self, event: BlocksStored) -> bool:
+        """Tell whether the event is of a prefix that ends within a block.
+
+        Engines that keep several groups may announce where in a block work could go on, as a smaller
+        block of the main group. Prompts aren't hashed that finely, so it is of no use here.
+        Source: vLLM 0.32 `v1/core/block_pool.py`, `cache_partial_block`.
+        """
+        size = self.block_size_tokens
+        return size is not None and bool(self._sides) and event.block_size_tokens < size
 
     def _ignore(self, event: BlocksStored) -> Stored:
         self.counts.ignored_blocks += len(event.engine_hashes)

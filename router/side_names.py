@@ -38,19 +38,27 @@ class SideNames:
 
     def join(self, holder: Holder, index: OwnershipIndex, main_block_tokens: int) -> None:
         """Let the holder's overlaps depend on the group; its main blocks are of this size."""
-        if self.names is None:
-            side = side_group(
-                self.number, self.needed_tokens, self.block_size_tokens, main_block_tokens
-            )
-            index.join(holder, side)
-            self.names = Names(holder, index, side)
+        side = side_group(
+            self.number, self.needed_tokens, self.block_size_tokens, main_block_tokens
+        )
+        if self.names is not None:
+            if self.names.side == side:
+                return
+            self._leave_index()  # what is known is of blocks that were no whole ones
+        index.join(holder, side)
+        self.names = Names(holder, index, side)
 
     def leave(self) -> None:
         """Forget everything, and the group with it."""
-        for tier in Tier:
-            self.clear(tier)
+        self._waiting.clear()
+        self._leave_index()
+
+    def _leave_index(self) -> None:
         if self.names is not None:
+            for tier in Tier:
+                self.names.clear(tier)
             self.names.index.leave(self.names.holder, side_of(self.names))
+            self.names = None
 
     def move(self, holder: Holder) -> None:
         """Attribute the group to another holder, known to the index."""

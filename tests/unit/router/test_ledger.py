@@ -476,3 +476,25 @@ def test_past_so_many_groups_the_others_are_ignored() -> None:
         ledger.store(side_stored(71, group=number, needed_tokens=2))
     assert len(ledger.sides) == SIDE_GROUPS_MAX
     assert ledger.counts.ignored_blocks == 1
+
+
+def test_a_part_of_a_block_of_the_main_group_is_ignored() -> None:
+    ledger = make_hybrid(72)
+    assert ledger.store(stored(99, parent=74, tokens=[8], size=1))
+    assert (ledger.block_size_tokens, ledger.counts.ignored_blocks) == (2, 1)
+    assert overlap(ledger, PROMPT) == 2
+    ledger.remove(removed(99))
+    assert ledger.counts.removed_blocks == 0
+
+
+def test_whole_blocks_after_a_part_of_one_tell_the_size_and_what_is_needed() -> None:
+    ledger = make_ledger()
+    ledger.store(window(99, 72, 74, size=2))
+    ledger.store(stored(99, tokens=[0, 1], size=2))  # of a prompt that fills no block
+    assert ledger.sides == [SideGroup(WINDOW, 1, 1)]
+    ledger.store(stored(72, 74, tokens=range(8), size=4))
+    assert ledger.block_size_tokens == 4
+    assert ledger.index.sides_of(HA) == ledger.sides
+    assert overlap(ledger, chain(*range(8), space=BlockSpace(4))) == 2
+    ledger.remove(removed(74, group=WINDOW))
+    assert overlap(ledger, chain(*range(8), space=BlockSpace(4))) == 1
