@@ -33,6 +33,10 @@ made anew: a prefix that is predicted with each turn leaves an entry each time."
 PREDICTIONS_MAX = 65_536
 """Predicted blocks of a holder whose capacity isn't known: a million tokens at block size 16."""
 
+WALK_BLOCKS_MAX = 2_048
+"""How far a side group's next block is looked for: 32 K tokens at block size 16, many turns of a
+conversation. What could be reused only up to before that is not credited."""
+
 NEAR_BLOCKS = 4
 """Blocks before the end of an overlap that are looked up one by one."""
 
@@ -304,7 +308,7 @@ class OwnershipIndex:
         each side group has what it needs; predicted ones will have it.
         Cost: O(different overlaps x log(usable_blocks)), however many holders share one; O(1) for one
         of `likely_blocks`, the length of a turn that is continued. A side group adds what it needs, and
-        a step for each block over which it lacks that.
+        a step for each block over which it lacks that (at most `WALK_BLOCKS_MAX`).
         Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py`, `find_longest_cache_hit` and
         `free`; docs/decisions/0006.
         """
@@ -436,10 +440,10 @@ def _shortened(
         missing = mask & ~have(position)
         if missing:
             mask ^= missing
-            lower = position
-            while lower and not missing & have(lower - 1):  # they need the block before, at least
+            lower, last = position, max(position - WALK_BLOCKS_MAX, 0)
+            while lower > last and not missing & have(lower - 1):  # the least that they need
                 lower -= 1
-            ends.append((missing, lower * step))
+            ends.append((missing, lower * step if lower > last else 0))
     return ends
 
 

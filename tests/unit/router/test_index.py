@@ -479,6 +479,15 @@ def test_predicted_blocks_will_have_their_windows() -> None:
     assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(0, 25)}
 
 
+def test_a_windows_next_block_is_looked_for_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    hold(index, HA, NEAR, 8, 9)
+    for reach, expected in ((10, {HA: Overlap(10, 10)}), (9, {})):
+        monkeypatch.setattr("moongate.router.index.WALK_BLOCKS_MAX", reach)
+        assert overlaps(index, LONG, 40, [HA]) == expected
+
+
 def test_a_group_counts_until_it_was_left_as_often_as_joined() -> None:
     index = make_index(HA)
     store(index, HA, *LONG[:20])
