@@ -360,11 +360,17 @@ class _Exchange:
             metrics.prompt_tokens.add(decision.device_tokens, "device")
             metrics.prompt_tokens.add(recompute, "recompute")
 
-    def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
+    def _finish(
+        self,
+        outcome: Outcome,
+        completion_tokens: int | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
         """Give the reservation back, once."""
         if self._is_reserved:
             self._is_reserved = False
-            self._path.driver.handle(RequestFinished(self._id, outcome, completion_tokens))
+            finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens)
+            self._path.driver.handle(finished)
 
     # --- answering --------------------------------------------------------------------------------
 
@@ -522,7 +528,8 @@ class _Exchange:
         cached_tokens = usage.cached_tokens()
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
-        self._finish(Outcome.ANSWERED, usage.completion_tokens() if self._has_one_choice else None)
+        completion_tokens = usage.completion_tokens() if self._has_one_choice else None
+        self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
         self._count(status)
 
     def _count(self, status: int) -> None:

@@ -96,6 +96,7 @@ class _Tracked:
     full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
+    confirmed_tokens: int = 0  # of its prompt, that the holder was known to have
     prefill_tokens: int = 0
     forwarded_at: float = 0.0
     had_prefill_alone: bool = False
@@ -242,6 +243,7 @@ class RouterCore:
         tracked.tried.append(holder.instance_id)
         tracked.holder = holder
         tracked.forwarded_at = now
+        tracked.confirmed_tokens = chosen.confirmed_tokens
         tracked.prefill_tokens = max(prompt_tokens - chosen.overlap_tokens, 0)
         tracked.had_prefill_alone = self.loads.get(holder).queued_prefill_tokens == 0
         self.loads.reserve(request.id, holder, tracked.prefill_tokens, known.usable_blocks)
@@ -333,7 +335,16 @@ class RouterCore:
         if is_answered:
             self._charge_failures(tracked, now)
         self._end_trials(tracked)
-        return [Probe(tracked.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
+        if event.outcome is Outcome.BROKEN_OFF:
+            return [Probe(tracked.holder.instance_id)]
+        if is_answered and event.cached_tokens == 0 and tracked.confirmed_tokens:
+            return self._doubt(tracked.holder, now)
+        return []
+
+    def _doubt(self, holder: Holder, now: float) -> list[Command]:
+        """The engine had nothing of what it was known to have: perhaps the news was lost."""
+        instance = self.fleet.find(holder.instance_id)
+        return self.sources.doubt(holder, instance, now) if instance is not None else []
 
     def _charge_failures(self, tracked: _Tracked, now: float) -> None:
         """The last instance that was tried has served what the others could not."""

@@ -196,6 +196,7 @@ class RequestFinished:
     request_id: RequestId
     outcome: Outcome
     completion_tokens: int | None = None  # of an answer with one choice; None: not told
+    cached_tokens: int | None = None  # of the prompt, by the engine's report; None: not told
 
 
 # --- time -----------------------------------------------------------------------------------------

@@ -790,7 +790,8 @@ class History:
             return
         del self.open[found[0]]
         self.ended[found[0]] += 1
-        self.handle(RequestFinished(found[0], self.chance.choice(list(Outcome))))
+        outcome, cached_tokens = self.chance.choice(list(Outcome)), self.chance.choice([None, 0, 3])
+        self.handle(RequestFinished(found[0], outcome, cached_tokens=cached_tokens))
 
     # --- time -------------------------------------------------------------------------------------
 
