@@ -326,7 +326,7 @@ class OwnershipIndex:
         if self._predicted_masks:
             self._add_predicted(overlaps, chain, end, among, confirmed)
         if self._hybrid & among:
-            self._heed_sides(overlaps, chain, confirmed)
+            self._heed_sides(overlaps, chain, among, confirmed)
         return overlaps
 
     def _add_predicted(
@@ -352,12 +352,14 @@ class OwnershipIndex:
         self,
         overlaps: dict[Holder, Overlap],
         chain: Sequence[BlockHash],
+        among: int,
         confirmed: Sequence[tuple[int, int]],
     ) -> None:
         """Shorten confirmed overlaps to where the holders' side groups allow reuse."""
         sides = [
             (side, self._members[side], _look_up(_own_blocks(chain, side), copies.reusable))
             for side, copies in self._sides.items()
+            if self._members[side] & among
         ]
         for mask, end in confirmed:
             for shorter, blocks in _reusable_ends(sides, mask & self._hybrid, end):
@@ -444,6 +446,8 @@ def _shortened(
             while lower > last and not missing & have(lower - 1):  # the least that they need
                 lower -= 1
             ends.append((missing, lower * step if lower > last else 0))
+            if not mask:
+                break
     return ends
 
 
