@@ -2,7 +2,7 @@
 
 PYTHON = python3
 BIN = .venv/bin
-SOURCES = gateway router engine_plugins kvpool simulator cli.py local_stack.py __init__.py
+SOURCES = gateway router engine_plugins kvpool simulator cli.py engine_cli.py local_stack.py __init__.py
 LINTED = $(SOURCES) tests scripts examples benchmarks
 MODEL = smollm2
 PORT = 8000
@@ -22,7 +22,7 @@ help:
 	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
 
 setup: .venv/.ready
-setup-engine: .venv-engine/bin/python
+setup-engine: .venv-engine/.ready
 setup-bench: .venv-bench/.ready
 
 .venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
@@ -31,20 +31,21 @@ setup-bench: .venv-bench/.ready
 .venv-bench/.ready: requirements/bench.txt
 	@$(PYTHON) scripts/setup_venv.py bench
 
-.venv-engine/bin/python: requirements/engine.txt
+# pyproject.toml names the plugin that engines load.
+.venv-engine/.ready: requirements/engine.txt pyproject.toml scripts/setup_engine.py
 	@$(PYTHON) scripts/setup_engine.py
 
 run: .venv/.ready
 	@$(BIN)/moongate up --port $(PORT)
 
-run-real: .venv/.ready .venv-engine/bin/python
+run-real: .venv/.ready .venv-engine/.ready
 	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \
 	$(BIN)/moongate up --engine vllm --engines 2 --port $(PORT) --model "$$model"
 
 test: .venv/.ready
 	@$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
 
-e2e: .venv/.ready .venv-engine/bin/python
+e2e: .venv/.ready .venv-engine/.ready
 	@$(BIN)/python -m pytest tests/e2e -s
 
 check: .venv/.ready
@@ -54,7 +55,7 @@ check: .venv/.ready
 	@$(BIN)/lint-imports --no-cache
 
 # The rounds come last: they are the longest, and the others tell the most about one's own change.
-bench: .venv/.ready .venv-bench/.ready .venv-engine/bin/python
+bench: .venv/.ready .venv-bench/.ready .venv-engine/.ready
 	@mkdir -p $(BENCH_RESULTS)
 	@$(BIN)/python -m benchmarks.router_scale --json $(BENCH_RESULTS)/router_scale.json
 	@model=$$(.venv-engine/bin/python scripts/make_models.py smollm2 | tail -n 1) && \

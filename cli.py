@@ -6,19 +6,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moongate import __version__
-from moongate.engine_plugins.vllm_launch import (
-    EngineLaunch,
-    LaunchCommand,
-    LaunchError,
-    build_command,
-    shell_line,
-)
+from moongate.engine_cli import add_engine_commands
+from moongate.engine_cli import count as _count
+from moongate.engine_cli import port as _port
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -53,24 +48,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="what is logged to standard error (default: info)",
     )  # fmt: skip
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_serve, _add_up, _add_check, _add_explain, _add_sim_engine, _add_engine):
+    for add in (_add_serve, _add_up, _add_check, _add_explain, _add_sim_engine):
         add(commands)
+    add_engine_commands(commands)
     return parser
 
 
 Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for it
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 # --- serve, check ---------------------------------------------------------------------------------
@@ -148,6 +132,9 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
         "--port", type=_port, default=8000, help="the gateway's port (default: 8000)"
     )
     parser.add_argument("--policy", default="kv_cost", help="routing policy (default: kv_cost)")
+    parser.add_argument(
+        "--pd", action="store_true", help="simulated engines: one prefills, the others decode"
+    )
     parser.set_defaults(command=_up)
 
 
@@ -157,6 +144,10 @@ def _up(options: argparse.Namespace) -> int:
     from moongate.router.policy import PolicyError, make_policy
 
     python: str | None = None
+    if options.pd and options.engine != "sim":
+        return _misused("--pd is for simulated engines")
+    if options.pd and options.engines < 2:
+        return _misused("--pd needs at least 2 engines: one prefills, the others decode")
     try:
         make_policy(options.policy)
         if options.engine == "vllm":
@@ -171,6 +162,7 @@ def _up(options: argparse.Namespace) -> int:
                 model=options.model,
                 policy=options.policy,
                 python=python,
+                pd=options.pd,
             )
         )
     except PolicyError as error:
@@ -220,7 +212,10 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _add_sim_engine(commands: Commands) -> None:  # type: ignore[type-arg]
-    from moongate.simulator import server as sim
+    try:
+        from moongate.simulator import server as sim
+    except ModuleNotFoundError:
+        return  # in an engine's environment, where only `moongate engine` has what it needs
 
     parser = commands.add_parser(
         "sim-engine", help="one simulated engine: OpenAI HTTP, KV events and metrics as vLLM's"
@@ -237,87 +232,6 @@ def _sim_engine(options: argparse.Namespace) -> int:
     except sim.SimConfigError as error:
         return _misused(str(error))
     return sim.run(config)
-
-
-def _add_engine(commands: Commands) -> None:  # type: ignore[type-arg]
-    engine = commands.add_parser("engine", help="vLLM with the flags that moongate needs")
-    actions = engine.add_subparsers(title="actions", required=True, metavar="ACTION")
-    for name, command, text in (
-        ("command", _engine_command, "print the command line and environment"),
-        ("serve", _engine_serve, "start it"),
-    ):
-        parser = actions.add_parser(name, help=text)
-        _add_launch_arguments(parser)
-        parser.set_defaults(command=command)
-
-
-def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="model directory, or its name on a hub")
-    parser.add_argument("--served-model-name", help="name for clients (default: the model's)")
-    parser.add_argument("--host", default="127.0.0.1", help="address for HTTP (default: 127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=8101, help="HTTP port (default: 8101)")
-    parser.add_argument("--kv-events-port", type=_port, default=5601, help="(default: 5601)")
-    parser.add_argument("--kv-replay-port", type=_port, default=6601, help="(default: 6601)")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu", help="(default: gpu)")
-    parser.add_argument(
-        "--block-size",
-        type=_count,
-        help="tokens a block; on a CPU a multiple of 32 (default: vLLM's)",
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=_count,
-        help="longest prompt and answer together, in tokens (default: the model's)",
-    )
-    parser.add_argument("--dtype", help="such as float32 (default: the model's own)")
-    parser.add_argument(
-        "--python", default=sys.executable, help="interpreter that has vLLM (default: this one)"
-    )
-    parser.add_argument(
-        "extra", nargs=argparse.REMAINDER, metavar="-- ARG ...", help="passed on to vLLM"
-    )
-
-
-def _build_launch(options: argparse.Namespace) -> LaunchCommand:
-    name = options.served_model_name or Path(options.model).name
-    extra = options.extra[1:] if options.extra[:1] == ["--"] else options.extra
-    return build_command(
-        EngineLaunch(
-            model=options.model,
-            served_model_name=name,
-            python=options.python,
-            host=options.host,
-            port=options.port,
-            kv_events_port=options.kv_events_port,
-            kv_replay_port=options.kv_replay_port,
-            topic=f"kv@{options.host}:{options.port}@{name}",
-            device=options.device,
-            block_size_tokens=options.block_size,
-            max_model_len_tokens=options.max_model_len,
-            dtype=options.dtype,
-            extra_args=tuple(extra),
-        )
-    )
-
-
-def _engine_command(options: argparse.Namespace) -> int:
-    try:
-        print(shell_line(_build_launch(options)))
-    except LaunchError as error:
-        return _misused(str(error))
-    return EXIT_OK
-
-
-def _engine_serve(options: argparse.Namespace) -> int:
-    try:
-        command = _build_launch(options)
-    except LaunchError as error:
-        return _misused(str(error))
-    # The engine takes this process's place, so that its signals and exit code are its own.
-    try:
-        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environment})  # noqa: S606
-    except OSError as error:
-        return _fail(f"{command.argv[0]}: {error.strerror}")
 
 
 # --- failing --------------------------------------------------------------------------------------

@@ -32,8 +32,10 @@ from moongate.engine_plugins.vllm_launch import (
 from moongate.gateway.app import Gateway
 from moongate.gateway.server import GatewayServer, handle_signals, listen
 from moongate.gateway.settings import Settings
+from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import BUNDLED_TOKENIZER, SimEngine, SimEngineConfig
+from moongate.simulator.transfer import Connector, Role
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ EXAMPLE = (
 SIM_PROFILE = EngineProfile(blocks=16384, prefill_tokens_per_s=8000.0, decode_tokens_per_s=60.0)
 """A mid-size model on one GPU, with a cache for about 260 K tokens."""
 
+SIM_POOL_CACHES = 4
+"""How many engines' caches the pool of simulated engines holds."""
+
 
 class StackError(RuntimeError):
     """The stack could not be started; the text says what failed and what to do."""
@@ -71,6 +76,7 @@ class StackOptions:
     model: str | None = None  # directory; None: the simulated engines' own
     policy: str = "kv_cost"
     python: str | None = None  # interpreter with vLLM
+    pd: bool = False  # simulated engines: one prefills, the others decode
 
 
 def run(options: StackOptions) -> int:
@@ -90,7 +96,7 @@ async def _main(options: StackOptions, sock: socket.socket) -> int:
     engines: list[_Engine] = []
     try:
         engines = await _start_engines(options)
-        server = GatewayServer(Gateway(_settings(options, engines)), sock)
+        server = GatewayServer(Gateway(_settings(options, engines), pool=_pool_of(engines)), sock)
         handle_signals(server)
         announcing = asyncio.create_task(_announce(server, engines))
         watching = [asyncio.create_task(_stop_with(engine, server)) for engine in engines]
@@ -106,10 +112,26 @@ def _settings(options: StackOptions, engines: Sequence[_Engine]) -> Settings:
     return Settings.model_validate(
         {
             "policy": {"name": options.policy},
+            "pool": {"kind": "none" if _pool_of(engines) is None else "memory"},
             "drain": {"limit_s": 5.0},
-            "instances": [{"id": engine.id, "url": engine.url} for engine in engines],
+            "instances": [_instance_settings(engine) for engine in engines],
         }
     )
+
+
+def _instance_settings(engine: _Engine) -> dict[str, Any]:
+    """Return what the gateway is told of one engine."""
+    return {
+        "id": engine.id,
+        "url": engine.url,
+        "role": engine.role.value,
+        "bootstrap_url": engine.bootstrap_url if engine.role is Role.PREFILL else None,
+    }
+
+
+def _pool_of(engines: Sequence[_Engine]) -> MemoryPool | None:
+    """Return the pool that the engines share in this process, None if they don't."""
+    return next((engine.pool for engine in engines if engine.pool is not None), None)
 
 
 async def _announce(server: GatewayServer, engines: Sequence[_Engine]) -> None:
@@ -157,12 +179,15 @@ class _Engine:
     model: str
     stop: Callable[[], Awaitable[None]]
     wait: Callable[[], Awaitable[Any]]
+    role: Role = Role.BOTH
+    bootstrap_url: str | None = None  # where decoders come to; None: it does not prefill for others
+    pool: MemoryPool | None = None  # what it shares with the others in this process
 
 
 async def _start_engines(options: StackOptions) -> list[_Engine]:
     names = [f"engine-{chr(ord('a') + number)}" for number in range(options.engines)]
     if options.engine == "sim":
-        return [await _start_sim(name, options) for name in names]
+        return await _start_sims(names, options)
     processes = [_VllmProcess(name, options, number) for number, name in enumerate(names)]
     try:
         await asyncio.gather(*(process.start() for process in processes))
@@ -172,18 +197,42 @@ async def _start_engines(options: StackOptions) -> list[_Engine]:
     return [_Engine(p.name, p.url, p.model_name, p.stop, p.wait) for p in processes]
 
 
-async def _start_sim(name: str, options: StackOptions) -> _Engine:
-    engine = SimEngine(
-        SimEngineConfig(
-            profile=SIM_PROFILE,
-            model=SIM_MODEL,
-            kv_events_port=0,
-            kv_replay_port=0,
-            tokenizer=BUNDLED_TOKENIZER if options.model is None else Path(options.model),
-        )
+async def _start_sims(names: Sequence[str], options: StackOptions) -> list[_Engine]:
+    """Start simulated engines with one pool; with `pd` the first prefills for the others."""
+    assert len(names) > 1 or not options.pd, "one prefills, the others decode"
+    pool = MemoryPool(
+        SIM_POOL_CACHES * SIM_PROFILE.capacity_tokens * SIM_PROFILE.kv_bytes_per_token
     )
+    roles = [Role.BOTH] * len(names)
+    if options.pd:
+        roles = [Role.PREFILL, *[Role.DECODE] * (len(names) - 1)]
+    return [
+        await _start_sim(name, role, pool, options) for name, role in zip(names, roles, strict=True)
+    ]
+
+
+async def _start_sim(name: str, role: Role, pool: MemoryPool, options: StackOptions) -> _Engine:
+    config = SimEngineConfig(
+        profile=SIM_PROFILE,
+        model=SIM_MODEL,
+        kv_events_port=0,
+        kv_replay_port=0,
+        tokenizer=BUNDLED_TOKENIZER if options.model is None else Path(options.model),
+        role=role,
+        connector=Connector.NONE if role is Role.BOTH else Connector.MULTI,
+    )
+    engine = SimEngine(config, pool)
     await engine.start()
-    return _Engine(name, engine.url, SIM_MODEL, engine.stop, asyncio.Event().wait)
+    return _Engine(
+        id=name,
+        url=engine.url,
+        model=SIM_MODEL,
+        stop=engine.stop,
+        wait=asyncio.Event().wait,
+        role=role,
+        bootstrap_url=engine.bootstrap_url,
+        pool=pool,
+    )
 
 
 class _VllmProcess:

@@ -85,6 +85,47 @@ def read_cache_facts(metrics: str) -> CacheFacts:
     )
 
 
+_PREFIX_QUERIES = re.compile(r"^vllm:prefix_cache_queries_total\{[^}]*\}\s+(\S+)", re.MULTILINE)
+_POOL_QUERIES = re.compile(
+    r"^vllm:external_prefix_cache_queries_total\{[^}]*\}\s+(\S+)", re.MULTILINE
+)
+_CACHED_BY_SOURCE = re.compile(
+    r"^vllm:prompt_tokens_cached_by_source_total\{(?P<labels>[^}]*)\}\s+(?P<tokens>\S+)",
+    re.MULTILINE,
+)
+
+
+def shows_pool(metrics: str) -> bool | None:
+    """Tell from a `/metrics` text whether the engine uses a store that is shared. None: can't be told.
+
+    An engine that has looked for prompts in its own cache and nowhere else has no such connector.
+    """
+    if "vllm:mooncake_store_" in metrics:
+        return True
+    own, other = _sum_of(_PREFIX_QUERIES, metrics), _sum_of(_POOL_QUERIES, metrics)
+    return False if own > 0 and other == 0 else None
+
+
+def read_cached_by_source(metrics: str) -> dict[str, float]:
+    """Return the prompt tokens that an engine didn't compute, by where it had them from."""
+    tokens: dict[str, float] = {}
+    for found in _CACHED_BY_SOURCE.finditer(metrics):
+        source = dict(_LABEL.findall(found["labels"])).get("source", "")
+        tokens[source] = tokens.get(source, 0.0) + _number(found["tokens"])
+    return tokens
+
+
+def _sum_of(pattern: re.Pattern[str], metrics: str) -> float:
+    return sum(map(_number, pattern.findall(metrics)))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
 def _positive(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 

@@ -1,9 +1,10 @@
 """The command line and environment with which a vLLM engine does what the router needs.
 
-Responsible for one instance of role `both`: KV events with replay, a fixed hash seed, prefix
-caching and cached-token counts in `usage`. It is pure: it starts nothing, reads no file, and never
-imports vLLM; the caller runs the result or prints it. It isn't responsible for free ports or for
-whether the model exists; it refuses only what no machine could start.
+Responsible for one instance: KV events with replay, a fixed hash seed, prefix caching and
+cached-token counts in `usage`, its ranks and its ports; how its cache reaches other engines is
+`kv_transfer_launch.py`'s. It is pure: it starts nothing, reads and writes no file, and never imports
+vLLM; the caller runs the result or prints it. It isn't responsible for free ports or for whether the
+model exists; it refuses only what no machine could start.
 
 Source: the flags and variables of vLLM 0.32.0, each tried on the CPU build.
 """
@@ -12,10 +13,33 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from moongate.engine_plugins.kv_transfer_launch import (
+    TCP,
+    Connectors,
+    Handoff,
+    Network,
+    OnLoadFailure,
+    PoolMember,
+    Role,
+    TransferLaunch,
+    check_lookups_differ,
+    check_transfer,
+    transfer_config,
+    transfer_environment,
+    transfer_files,
+    transfer_ports,
+)
+from moongate.engine_plugins.launch_command import (
+    LaunchCommand,
+    LaunchError,
+    PortRange,
+    check_counts,
+    check_ports,
+)
 
 Device = Literal["cpu", "gpu"]
 
@@ -23,12 +47,21 @@ Device = Literal["cpu", "gpu"]
 # metadata was found for vllm"); the module works in both builds.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
+HASH_SEED = "0"
+"""Block hashes start from it; engines that share a pool need the same one."""
+
 CPU_BLOCK_SIZE_MULTIPLE_TOKENS = 32  # The CPU attention kernels take no other block sizes.
-PORT_MAX = 65_535
 
-
-class LaunchError(ValueError):
-    """A launch that no engine could start from; the text names the field and a right value."""
+_COUNTS = (
+    "block_size_tokens",
+    "max_model_len_tokens",
+    "gpu_blocks_override",
+    "kv_cache_space_gib",
+    "threads",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +77,10 @@ class EngineLaunch:
     port: int
     """OpenAI HTTP."""
     kv_events_port: int
-    """ZMQ PUB. It listens on all interfaces: vLLM would *connect* to any address without `*`."""
+    """ZMQ PUB; each data-parallel rank adds its number. It listens on all interfaces: vLLM would
+    *connect* to any address without `*`."""
     kv_replay_port: int
-    """ZMQ ROUTER that sends missed event batches again."""
+    """ZMQ ROUTER that sends missed event batches again; each rank adds its number."""
     topic: str
     """First frame of each event batch, by convention `kv@<host:port>@<model>`."""
     host: str = "127.0.0.1"
@@ -72,16 +106,26 @@ class EngineLaunch:
     """Let the model decide to call tools; needs `tool_call_parser`."""
     tool_call_parser: str | None = None
     """How the model writes tool calls, such as `hermes`."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    """Ranks with a cache each behind the one HTTP port."""
+    role: Role = "both"
+    """`prefill` and `decode` hand prompts over and need a `handoff`; `both` may have one."""
+    handoff: Handoff | None = None
+    pool: PoolMember | None = None
+    network: Network = TCP
+    connectors: Connectors | None = None
+    """`moongate` takes our subclasses, which the engine's environment must have. None: the stock
+    ones, where they work (see `kv_transfer_launch.py`)."""
+    on_load_failure: OnLoadFailure = "recompute"
+    """What becomes of a request whose blocks could not be fetched; vLLM's own default fails it."""
+    advertise_host: str | None = None
+    """Address at which other machines reach this one. None: vLLM takes that of the default route."""
+    shutdown_timeout_s: int | None = None
+    """What running requests get to end after SIGTERM; None: nothing, they are aborted."""
     extra_args: tuple[str, ...] = ()
     """Passed on unchanged, after everything else."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchCommand:
-    """What to run, and the environment variables to add to the caller's own."""
-
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
 
 
 def build_command(launch: EngineLaunch) -> LaunchCommand:
@@ -93,13 +137,33 @@ def build_command(launch: EngineLaunch) -> LaunchCommand:
     arguments = tuple(_arguments(launch))
     _check_extra_args(launch.extra_args, arguments)
     argv = (launch.python, "-m", SERVER_MODULE, *arguments, *launch.extra_args)
-    return LaunchCommand(argv=argv, environment=_environment(launch))
+    return LaunchCommand(
+        argv=argv, environment=_environment(launch), files=transfer_files(_transfer(launch))
+    )
 
 
-def shell_line(command: LaunchCommand) -> str:
-    """Return `command` as one line to paste into a POSIX shell."""
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
-    return " ".join([*assignments, shlex.join(command.argv)])
+def check_together(launches: Sequence[EngineLaunch]) -> None:
+    """Raises: LaunchError if engines of one host would take each other's ports or sockets."""
+    check_ports(
+        PortRange(f"{ports.name} of the engine on {launch.port}", ports.first, ports.count)
+        for launch in launches
+        for ports in _ports(launch)
+    )
+    check_lookups_differ([_transfer(launch) for launch in launches])
+
+
+def _transfer(launch: EngineLaunch) -> TransferLaunch:
+    return TransferLaunch(
+        role=launch.role,
+        handoff=launch.handoff,
+        pool=launch.pool,
+        network=launch.network,
+        connectors=launch.connectors,
+        on_load_failure=launch.on_load_failure,
+        advertise_host=launch.advertise_host,
+        http_port=launch.port,
+        ranks=launch.data_parallel,
+    )
 
 
 def _arguments(launch: EngineLaunch) -> Iterator[str]:
@@ -109,16 +173,36 @@ def _arguments(launch: EngineLaunch) -> Iterator[str]:
         yield from ("--dtype", launch.dtype)
     if launch.max_model_len_tokens is not None:
         yield from ("--max-model-len", str(launch.max_model_len_tokens))
+    yield from _parallel_arguments(launch)
     yield from _cache_arguments(launch)
+    config = transfer_config(_transfer(launch))
+    if config is not None:
+        yield from ("--kv-transfer-config", _compact(config))
     if launch.device == "cpu":
         # Compiling takes longer than it saves here, and would need a compiler at run time.
         yield "--enforce-eager"
     if launch.prompt_tokens_details:
         yield "--enable-prompt-tokens-details"
+    if launch.shutdown_timeout_s is not None:
+        yield from ("--shutdown-timeout", str(launch.shutdown_timeout_s))
     if launch.enable_auto_tool_choice:
         yield "--enable-auto-tool-choice"
     if launch.tool_call_parser is not None:
         yield from ("--tool-call-parser", launch.tool_call_parser)
+
+
+def _parallel_arguments(launch: EngineLaunch) -> Iterator[str]:
+    for flag, size in (
+        ("--tensor-parallel-size", launch.tensor_parallel),
+        ("--pipeline-parallel-size", launch.pipeline_parallel),
+        ("--data-parallel-size", launch.data_parallel),
+    ):
+        if size != 1:
+            yield from (flag, str(size))
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _cache_arguments(launch: EngineLaunch) -> Iterator[str]:
@@ -134,14 +218,16 @@ def _cache_arguments(launch: EngineLaunch) -> Iterator[str]:
         "replay_endpoint": f"tcp://*:{launch.kv_replay_port}",
         "topic": launch.topic,
     }
-    yield from ("--kv-events-config", json.dumps(events, separators=(",", ":")))
+    yield from ("--kv-events-config", _compact(events))
 
 
 def _environment(launch: EngineLaunch) -> dict[str, str]:
     environment = {
-        # Block hashes start from this seed; engines that share a pool need the same one.
-        "PYTHONHASHSEED": "0",
+        "PYTHONHASHSEED": HASH_SEED,
         "VLLM_NO_USAGE_STATS": "1",
+        # Python would look in the current folder first, where a checkout's folders and its metadata
+        # hide installed packages and our plugin.
+        "PYTHONSAFEPATH": "1",
     }
     if launch.model.startswith(("/", "./", "../")):
         # A model directory is complete: asking a hub about it only delays the start.
@@ -151,13 +237,18 @@ def _environment(launch: EngineLaunch) -> dict[str, str]:
         if launch.threads is not None:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             environment["OMP_NUM_THREADS"] = str(launch.threads)
-    return environment
+    if launch.advertise_host is not None:
+        environment["VLLM_HOST_IP"] = launch.advertise_host
+    return environment | transfer_environment(_transfer(launch))
 
 
 def _check(launch: EngineLaunch) -> None:
     _check_texts(launch)
-    _check_ports(launch)
-    _check_counts(launch)
+    check_counts(launch, _COUNTS)
+    check_counts(launch, ("shutdown_timeout_s",), least=0)
+    check_ports(_ports(launch))
+    check_transfer(_transfer(launch))
+    _check_fabric(launch)
     _check_block_size(launch)
     _check_blocks_hold_longest(launch)
     if launch.enable_auto_tool_choice and launch.tool_call_parser is None:
@@ -172,30 +263,20 @@ def _check_texts(launch: EngineLaunch) -> None:
             raise LaunchError(f"{name}: is empty; give it a value")
 
 
-def _check_ports(launch: EngineLaunch) -> None:
-    taken: dict[int, str] = {}
-    for name in ("port", "kv_events_port", "kv_replay_port"):
-        port: int = getattr(launch, name)
-        if not 1 <= port <= PORT_MAX:
-            raise LaunchError(f"{name}: {port} is not a port; choose one from 1 to {PORT_MAX}")
-        if port in taken:
-            raise LaunchError(
-                f"{name}: {port} is already {taken[port]}; choose three different ports"
-            )
-        taken[port] = name
+def _ports(launch: EngineLaunch) -> Iterator[PortRange]:
+    yield PortRange("port", launch.port)
+    yield PortRange("kv_events_port", launch.kv_events_port, launch.data_parallel)
+    yield PortRange("kv_replay_port", launch.kv_replay_port, launch.data_parallel)
+    yield from transfer_ports(_transfer(launch))
 
 
-def _check_counts(launch: EngineLaunch) -> None:
-    for name in (
-        "block_size_tokens",
-        "max_model_len_tokens",
-        "gpu_blocks_override",
-        "kv_cache_space_gib",
-        "threads",
-    ):
-        count: int | None = getattr(launch, name)
-        if count is not None and count < 1:
-            raise LaunchError(f"{name}: {count} is too small; choose 1 or more")
+def _check_fabric(launch: EngineLaunch) -> None:
+    if launch.network.nvlink_fabric and launch.device == "cpu":
+        raise LaunchError("nvlink_fabric: a CPU has no NVLink; choose device gpu")
+    if launch.network.nvlink_fabric and "--enable-sleep-mode" in launch.extra_args:
+        raise LaunchError(
+            "nvlink_fabric: sleep mode allocates the cache by itself; leave --enable-sleep-mode out"
+        )
 
 
 def _check_block_size(launch: EngineLaunch) -> None:

@@ -21,7 +21,9 @@ from moongate.gateway.errors import GatewayError, error_body
 from moongate.gateway.headers import read_headers
 from moongate.gateway.metrics import UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
+from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import decision_as_json
 from moongate.gateway.routes import PROXIED, Route
 from moongate.gateway.settings import Settings
@@ -44,6 +46,7 @@ def make_admin_app(
     prompts: PromptPipeline,
     metrics: Metrics,
     readiness: Readiness,
+    pooling: Pooling | None = None,
 ) -> FastAPI:
     """Return the application for everything that is not proxied."""
     app = FastAPI(
@@ -52,9 +55,10 @@ def make_admin_app(
     core = driver.core
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        """The process is alive."""
-        return {"status": "ok"}
+    async def health() -> dict[str, Any]:
+        """The process is alive. `degraded` names what it has to do without."""
+        is_without_pool = pooling is not None and not pooling.is_up
+        return {"status": "ok", **({"degraded": ["pool"]} if is_without_pool else {})}
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
@@ -82,12 +86,13 @@ def make_admin_app(
     @app.get("/admin/index")
     async def index() -> dict[str, Any]:
         """Blocks held, and the state of each event source."""
-        return _index_as_json(driver, monitor)
+        pool = {"pool": pooling.as_json()} if pooling is not None else {}
+        return {**_index_as_json(driver, monitor), **pool}
 
     @app.post("/admin/explain")
     async def explain(request: Request) -> JSONResponse:
         """Dry run: where a request body would go now, with every candidate and cost term."""
-        return JSONResponse(await _explain(request, settings, driver, prompts))
+        return JSONResponse(await _explain(request, settings, driver, prompts, pooling))
 
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
@@ -211,7 +216,11 @@ async def _read_body(request: Request, bytes_max: int) -> bytes:
 
 
 async def _explain(
-    request: Request, settings: Settings, driver: Driver, prompts: PromptPipeline
+    request: Request,
+    settings: Settings,
+    driver: Driver,
+    prompts: PromptPipeline,
+    pooling: Pooling | None,
 ) -> dict[str, Any]:
     raw = await _read_body(request, settings.limits.body_bytes_max)
     body = parse_body(raw, Route("/admin/explain", needs_model=True))
@@ -223,17 +232,19 @@ async def _explain(
         raise GatewayError(404, "the model does not exist", "model_not_found", "model")
     read = await prompts.read(route, body)
     headers = read_headers(request.scope["headers"])
-    decision = driver.core.explain(
-        RouterRequest(
-            id=RequestId("explain"),
-            model=body.model,
-            prompt=read.prompt,
-            is_prompt_missing=read.fallback is not None,
-            session_key=find_session_key(headers, body, settings.session.header),
-            tie_key=find_user(body),
-        ),
-        driver.clock(),
+    asked = RouterRequest(
+        id=RequestId("explain"),
+        model=body.model,
+        prompt=read.prompt,
+        is_prompt_missing=read.fallback is not None,
+        session_key=find_session_key(headers, body, settings.session.header),
+        tie_key=find_user(body),
     )
+    if pooling is not None and read.prompt is not None:
+        card = driver.core.fleet.model_cards()[body.model]
+        known = PromptTokens(read.prompt, read.tokens, read_salt(body), card)
+        asked = await pooling.enrich(asked, known)
+    decision = driver.core.explain(asked, driver.clock())
     if decision is None:
         raise GatewayError(503, "no instance can take the request now", "no_instance")
     return {**decision_as_json(decision), "fallback": read.fallback}

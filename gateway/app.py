@@ -20,10 +20,21 @@ from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
+from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.settings import Settings
+from moongate.kvpool.members import KeyRules
+from moongate.kvpool.memory import MemoryPool
+from moongate.kvpool.mooncake import MooncakeMaster
+from moongate.kvpool.store import PoolStore
 from moongate.router import RouterCore, RouterLimits, make_policy
 from moongate.router.policy import BUILT_IN, Policy
+
+MEMORY_POOL_BYTES = 1 << 30
+"""Of a pool in this process that nobody has given: no engine can reach it, so it stays empty."""
+
+POOL_TIMEOUT_S = 2.0
+"""For a call to the pool's master that no turn waits for; those have their own, shorter budget."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,8 +55,11 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
         recorder: Recorder | None = None,
+        pool: PoolStore | None = None,
     ) -> None:
+        """`pool`: the one in this process, for `pool.kind: memory`."""
         self.settings = settings
+        self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
         self.core = make_core(settings, chance.randrange)
@@ -55,6 +69,7 @@ class Gateway:
         self._monitor: Monitor | None = None
         self._prompts: PromptPipeline | None = None
         self._hot_path: HotPath | None = None
+        self._pooling: Pooling | None = None
         self._admin: FastAPI | None = None
 
     @property
@@ -78,22 +93,51 @@ class Gateway:
         )
         prompts = self._prompts
         metrics = Metrics(self.core, prompts)
+        self._pooling = self._make_pooling(metrics)
         self._monitor = Monitor(
             driver, self._links, settings.health, prompts, self._clock,
-            opens_sources=self.core.policy.name != "prefix_affinity",
+            opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
         )  # fmt: skip
-        self._hot_path = HotPath(settings, driver, self._links, prompts, metrics)
+        metrics.watch(self._monitor, self._pooling)
+        self._hot_path = HotPath(settings, driver, self._links, prompts, metrics, self._pooling)
         self._admin = make_admin_app(
-            settings, driver, self._monitor, prompts, metrics, self.readiness
+            settings, driver, self._monitor, prompts, metrics, self.readiness, self._pooling
         )
+        if self._pooling is not None:
+            self._pooling.start()
         self._monitor.start()
+
+    def _make_pooling(self, metrics: Metrics) -> Pooling | None:
+        settings = self.settings.pool
+        if settings.kind == "none":
+            return None
+        store = self._pool or MemoryPool(MEMORY_POOL_BYTES)
+        if settings.kind == "mooncake":
+            store = MooncakeMaster(settings.master_url, timeout_s=POOL_TIMEOUT_S)
+        return Pooling(
+            store,
+            self.driver,
+            self._clock,
+            budget_s=settings.lookup_budget_ms / 1000,
+            rules=KeyRules(
+                settings.hash_seeds,
+                settings.cache_prefix,
+                settings.namespace,
+                settings.shards.as_shards() if settings.shards is not None else None,
+            ),
+            on_lookup=metrics.pool_lookup_seconds.observe,
+        )
 
     async def stop(self) -> None:
         """Close everything that `start` opened."""
         assert self._monitor is not None
         assert self._prompts is not None
         assert self._links is not None
+        if self._hot_path is not None:
+            await self._hot_path.close()
         await self._monitor.close()
+        if self._pooling is not None:
+            await self._pooling.close()
         self.driver.close()
         self._prompts.close()
         await self._links.close()

@@ -7,17 +7,19 @@ lacks an endpoint (an older release) is described by what it has.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moongate.engine_plugins.vllm_facts import (
-    CacheFacts,
     FactsError,
     Publisher,
     connectable,
     offset_port,
     read_cache_facts,
+    read_cached_by_source,
     read_models,
     read_publishers,
+    shows_pool,
     takes_token_ids,
 )
 from moongate.gateway.engine_api import EngineCallFailed
@@ -34,6 +36,10 @@ class Description:
     facts: InstanceFacts
     publishers: tuple[Publisher, ...]
     takes_ids: bool  # a version of vLLM that takes token ids in place of a chat's text
+    uses_pool: bool | None = None  # a shared store, as far as it shows
+    cached_by_source: Mapping[str, float] = field(
+        default_factory=dict
+    )  # prompt tokens since its start
 
 
 async def describe(link: Link) -> Description:
@@ -42,7 +48,8 @@ async def describe(link: Link) -> Description:
     Raises: EngineCallFailed when it doesn't answer, FactsError when it makes no sense.
     """
     models = await _find_models(link)
-    cache = await _find_cache_facts(link)
+    metrics = await _find_metrics(link)
+    cache = read_cache_facts(metrics)
     publishers = await _find_publishers(link)
     configured = link.settings.rank_numbers
     ranks = configured if configured is not None else tuple(p.rank for p in publishers)
@@ -56,6 +63,8 @@ async def describe(link: Link) -> Description:
         ),
         publishers,
         await _find_takes_ids(link),
+        shows_pool(metrics) if link.settings.pool is None else link.settings.pool,
+        read_cached_by_source(metrics),
     )
 
 
@@ -80,13 +89,13 @@ async def _find_models(link: Link) -> tuple[ModelCard, ...]:
     return tuple(served[name] for name in wanted if name in served)
 
 
-async def _find_cache_facts(link: Link) -> CacheFacts:
+async def _find_metrics(link: Link) -> str:
     try:
-        return read_cache_facts(await link.api.get_text("/metrics"))
+        return await link.api.get_text("/metrics")
     except EngineCallFailed as error:
         if error.status is None:
             raise
-        return CacheFacts()  # has no such endpoint
+        return ""  # has no such endpoint
 
 
 async def _find_publishers(link: Link) -> tuple[Publisher, ...]:

@@ -17,6 +17,7 @@ from moongate.router import (
     Event,
     Forward,
     InstanceId,
+    NotePooled,
     Probe,
     Reject,
     RelayFailure,
@@ -51,6 +52,8 @@ class Driver:
         self._recorder = recorder
         self.on_replay: Callable[[RequestReplay], None] = _nobody
         self.on_probe: Callable[[InstanceId], None] = _nobody
+        self.on_pooled: Callable[[NotePooled], None] = _ignore
+        self.on_batch: Callable[[BatchReceived], None] = _ignore  # what the core has taken in
         self._timer: asyncio.TimerHandle | None = None
         self._source_spoke: asyncio.Future[None] | None = None
 
@@ -66,15 +69,20 @@ class Driver:
                     outcome = command
                 case RequestReplay():
                     self.on_replay(command)
+                case NotePooled():
+                    self.on_pooled(command)
                 case Probe():
                     self.on_probe(command.instance_id)
                 case WakeAt():
                     self._wake_at(command.at, now)
                 case _:
                     assert_never(command)
-        if isinstance(event, BatchReceived | ReplayEnded) and self._source_spoke is not None:
-            self._source_spoke.set_result(None)
-            self._source_spoke = None
+        if isinstance(event, BatchReceived | ReplayEnded):
+            if isinstance(event, BatchReceived):
+                self.on_batch(event)
+            if self._source_spoke is not None:
+                self._source_spoke.set_result(None)
+                self._source_spoke = None
         return outcome
 
     def is_settled(self, request: Request) -> bool:
@@ -121,6 +129,10 @@ class Driver:
     def _wake(self) -> None:
         self._timer = None
         self.handle(WakeUp())
+
+
+def _ignore(_: object) -> None:
+    """For what is of use to the pool only, where there is none."""
 
 
 def _nobody(_: object) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 
 from moongate.gateway.body import (
     Body,
@@ -22,9 +21,18 @@ from moongate.gateway.body import (
     parse_body,
     without_key,
 )
+from moongate.gateway.bootstrap import Bootstraps
 from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, error_body, stream_error_events
+from moongate.gateway.handing_over import (
+    FAILURES,
+    HandoffResult,
+    HandoffRun,
+    Opened,
+    PrefillFailed,
+    PrefillRefused,
+)
 from moongate.gateway.headers import (
     clean_request_id,
     make_request_id,
@@ -32,17 +40,19 @@ from moongate.gateway.headers import (
     request_headers,
     response_headers,
 )
-from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding
-from moongate.gateway.links import Links
+from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, with_params
+from moongate.gateway.legs import may_hand_over, one_token_body, stays_whole
+from moongate.gateway.links import Link, Links
 from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
+from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
+from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.routes import PromptKind
 from moongate.gateway.settings import Settings
 from moongate.gateway.sse import EventSplitter, ends_stream
 from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked, without_usage_events
 from moongate.gateway.upstream import (
-    Answer,
     Disconnected,
     PoolFull,
     TimedOut,
@@ -53,7 +63,9 @@ from moongate.gateway.usage import UsageReader
 from moongate.router import (
     FailureKind,
     Forward,
+    Holder,
     Outcome,
+    PrefillEnded,
     Reject,
     RejectReason,
     Request,
@@ -62,7 +74,10 @@ from moongate.router import (
     RequestFinished,
     RequestFirstByte,
     RequestId,
+    Role,
 )
+from moongate.router import PrefillFailed as PrefillFailedEvent
+from moongate.router.handoff import HandoffError, SendDecode, TransferParams
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +98,6 @@ CLIENT_LEFT_STATUS = 499
 END_OF_STREAM_S = 1.0
 """After a stream's end mark the engine closes it; one that doesn't is closed by us."""
 
-FAILURES: dict[type[UpstreamError], FailureKind] = {
-    Unreachable: FailureKind.UNREACHABLE,
-    Disconnected: FailureKind.DISCONNECTED,
-    TimedOut: FailureKind.TIMEOUT,
-    PoolFull: FailureKind.FULL,
-}
-
 
 class HotPath:
     """Serves the proxied routes. What it needs it is given; see `app.py`."""
@@ -101,14 +109,31 @@ class HotPath:
         links: Links,
         prompts: PromptPipeline,
         metrics: Metrics,
+        pooling: Pooling | None = None,
     ) -> None:
+        self.pooling = pooling
         self.settings = settings
         self.driver = driver
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
+        self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
+        self._adopted: set[asyncio.Task[None]] = set()
         self._requests = 0
+
+    async def close(self) -> None:
+        """End what goes on without a client."""
+        for task in self._adopted:
+            task.cancel()
+        await asyncio.gather(*self._adopted, return_exceptions=True)
+        await self.bootstraps.close()
+
+    def adopt(self, work: Coroutine[None, None, None]) -> None:
+        """Let work go on whose client has left."""
+        task = asyncio.create_task(work)
+        self._adopted.add(task)
+        task.add_done_callback(self._adopted.discard)
 
     async def answer(self, client: ClientRequest) -> None:
         """Answer a request whose body is complete."""
@@ -121,14 +146,6 @@ class HotPath:
     def _exchange(self, client: ClientRequest) -> _Exchange:
         self._requests += 1
         return _Exchange(self, client, RequestId(str(self._requests)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """An answer that has begun, and its first bytes (none: it is empty)."""
-
-    answer: Answer
-    first: bytes
 
 
 class _Exchange:
@@ -148,6 +165,11 @@ class _Exchange:
         self._has_first_byte = False
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
+        self._known: PromptTokens | None = None  # for the pool, where there is one
+        self._body: Body | None = None  # as engines may get it
+        self._read = NOT_READ
+        self._handoff: HandoffRun | None = None
+        self._is_adopted = False  # its hand-off goes on without it
 
     # --- the steps --------------------------------------------------------------------------------
 
@@ -155,13 +177,14 @@ class _Exchange:
         """Parse, route, relay. A cancellation means that the client has left."""
         try:
             self._check_method()
-            body = self._parse(self._client.take_body())
+            body = self._body = self._parse(self._client.take_body())
             model = self._find_model(body)
             self._model_label = model
             policy = self._find_policy()
-            read = NOT_READ
             if self._path.driver.core.get_policy(policy).reads_prompts:
-                read = await self._read_prompt(body)
+                self._read = await self._read_prompt(body)
+            read = self._read
+            hands_over = self._path.driver.core.fleet.has_prefill(model)
             request = Request(
                 id=self._id,
                 model=model,
@@ -172,11 +195,16 @@ class _Exchange:
                 ),
                 tie_key=find_user(body),
                 policy=policy,
+                may_hand_over=hands_over and may_hand_over(self._route, body),
+                stays_whole=hands_over and self._stays_whole(body, model),
             )
             self._has_one_choice = body.top.get("n") in (None, 1)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
-            await self._forward(self._handle_arrival(request), body, read)
+            if self._path.pooling is not None and read.prompt is not None:
+                self._known = self._name_blocks(read, body)
+                request = await self._path.pooling.enrich(request, self._known)
+            await self._forward(self._handle_arrival(request))
         except GatewayError as error:
             self.refuse(error)
         except Exception:
@@ -234,6 +262,17 @@ class _Exchange:
             404, f"the model {body.model[:200]!r} does not exist", "model_not_found", "model"
         )
 
+    def _stays_whole(self, body: Body, model: str) -> bool:
+        """Tell whether only an instance that does both can serve it. Raises: GatewayError (400)."""
+        if not stays_whole(self._route, body):
+            return False
+        serving = self._path.driver.core.fleet.serving(model)
+        if any(instance.spec.role is Role.BOTH for instance in serving):
+            return True
+        name = "echo" if body.top.get("prompt_logprobs") is None else "prompt_logprobs"
+        message = f"{name}: not possible here, where prompts and answers are computed apart"
+        raise GatewayError(400, message, "invalid_request", name)
+
     def _find_policy(self) -> str | None:
         """Return the policy that the request asks for, where the operator allows that."""
         name = self._headers.get("x-moongate-policy")
@@ -262,6 +301,11 @@ class _Exchange:
         await self._path.driver.until_settled(request)
         self._path.metrics.settle_seconds.observe(self._path.driver.clock() - began)
 
+    def _name_blocks(self, read: ReadPrompt, body: Body) -> PromptTokens:
+        assert read.prompt is not None
+        cards = self._path.driver.core.fleet.model_cards()
+        return PromptTokens(read.prompt, read.tokens, read_salt(body), cards.get(self._model_label))
+
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
         command = self._path.driver.handle(RequestArrived(request))
@@ -284,14 +328,14 @@ class _Exchange:
             headers={"retry-after": str(seconds)},
         )  # fmt: skip
 
-    async def _forward(self, forward: Forward, body: Body, read: ReadPrompt) -> None:
+    async def _forward(self, forward: Forward) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
         while True:
             self._note_forward(forward)
-            opened: _Opened | None = None
+            opened: Opened | None = None
             failure: UpstreamError | None = None
             try:
-                opened = await self._attempt(forward, body, read)
+                opened = await self._attempt(forward)
                 command: RequestCommand | None = None
                 if opened.answer.status >= 500:
                     command = self._report(FailureKind.STATUS, opened.answer.status)
@@ -301,42 +345,114 @@ class _Exchange:
             except UpstreamError as error:
                 failure = error
                 command = self._report(FAILURES[type(error)])
+            except PrefillFailed as error:
+                failure = error.cause
+                command = self._report_prefill(error)
             finally:
                 if opened is not None:
                     opened.answer.close()
             if not isinstance(command, Forward):
-                assert failure is not None
                 raise _as_gateway_error(failure)
             forward = command
 
-    async def _attempt(self, forward: Forward, body: Body, read: ReadPrompt) -> _Opened:
+    async def _attempt(self, forward: Forward) -> Opened:
+        """Return the answer's beginning. Raises: UpstreamError, PrefillFailed."""
+        link = self._path.links.get(forward.holder.instance_id)
+        if forward.prefill is None and not forward.is_redelivery:
+            self._handoff = None
+            return await self.send_leg(forward.holder, link, None)
+        try:
+            return await self._attempt_pair(forward, link)
+        except asyncio.CancelledError:
+            self._leave_to_itself(forward)
+            raise
+
+    async def send_leg(
+        self,
+        holder: Holder,
+        link: Link,
+        params: TransferParams | None,
+        *,
+        is_one_token: bool = False,
+    ) -> Opened:
         """Return the engine's answer with its first bytes. Raises: UpstreamError.
 
         vLLM sends a stream's headers before it has computed anything, so only the first bytes of
-        the body show that an answer has begun.
+        the body show that an answer has begun. `params`, `is_one_token`: for the legs of a hand-off.
         """
-        link = self._path.links.get(forward.holder.instance_id)
+        body = self._body
+        assert body is not None
         headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
             forward_credentials=self._path.settings.auth.forward_client_key,
             api_key=link.api_key,
         )
-        if forward.holder.rank is not None:
-            headers.append((b"x-data-parallel-rank", b"%d" % forward.holder.rank))
-        pieces: Sequence[bytes] = (body.raw,)
-        if read.tokenized is not None:
-            pieces = self._path.id_forwarding.body_for(
-                self._route, body, read, link.api, self._context_tokens()
+        if holder.rank is not None:
+            headers.append((b"x-data-parallel-rank", b"%d" % holder.rank))
+        ids: bytes | None = None
+        if self._read.tokenized is not None:
+            ids = self._path.id_forwarding.ids_for(
+                self._route, body, self._read, link.api, self._context_tokens()
             )
-        if len(pieces) > 1:
+        if ids is not None:
             self._path.metrics.ids_forwarded.add(1, link.id)
-        answer = await link.upstream.send(self._client.target, headers, pieces)
+        raw = one_token_body(body.raw) if is_one_token else body.raw
+        answer = await link.upstream.send(
+            self._client.target, headers, with_params(raw, ids, params)
+        )
         try:
-            return _Opened(answer, await answer.read())
+            return Opened(answer, await answer.read())
         except BaseException:
             answer.close()
             raise
+
+    async def _attempt_pair(self, forward: Forward, link: Link) -> Opened:
+        """Prefill on one instance, decode on another. Raises: UpstreamError, PrefillFailed."""
+        if forward.is_redelivery:
+            assert self._handoff is not None
+            action = self._handoff.machine.redeliver()
+        else:
+            assert forward.prefill is not None
+            prefill = self._path.links.get(forward.prefill.instance_id)
+            kind = prefill.settings.handoff
+            self._handoff = HandoffRun(kind, make_request_id(), self, self._path.bootstraps)
+            try:
+                action = await self._handoff.protect(self._handoff.prefill(forward, prefill))
+            except PrefillRefused as error:
+                self._count_handoff(HandoffResult.REFUSED)
+                return error.opened
+            except HandoffError as error:
+                raise PrefillFailed(FailureKind.STATUS, cause=Disconnected(str(error))) from error
+            self._path.driver.handle(PrefillEnded(self._id))
+        assert isinstance(action, SendDecode)
+        opened = await self._handoff.protect(self._handoff.decode(forward, link, action))
+        self._handoff.machine.decode_began()
+        is_second = forward.is_redelivery
+        self._count_handoff(HandoffResult.REDELIVERED if is_second else HandoffResult.HANDED_OVER)
+        return opened
+
+    def _leave_to_itself(self, forward: Forward) -> None:
+        """The client left in the middle of a hand-off: it goes on to where nothing is kept for it."""
+        handoff = self._handoff
+        assert handoff is not None
+        self._is_adopted = True
+        driver, links = self._path.driver, self._path.links
+
+        async def finish() -> None:
+            try:
+                result = await handoff.finish_alone(
+                    forward, links, lambda: driver.handle(PrefillEnded(self._id))
+                )
+                self._count_handoff(result)
+            finally:
+                self._is_adopted = False
+                self._finish(Outcome.CLIENT_LEFT)
+
+        self._path.adopt(finish())
+
+    def _count_handoff(self, result: HandoffResult) -> None:
+        self._path.metrics.handoffs.add(1, result.value)
 
     def _context_tokens(self) -> int | None:
         card = self._path.driver.core.fleet.model_cards().get(self._model_label)
@@ -351,13 +467,28 @@ class _Exchange:
             self._is_reserved = False
         return command
 
+    def _report_prefill(self, failure: PrefillFailed) -> RequestCommand | None:
+        """Tell the core of a failed prefill leg; it says what else may be tried."""
+        self._count_handoff(HandoffResult.FAILED)
+        command = self._path.driver.handle(
+            PrefillFailedEvent(self._id, failure.kind, failure.status)
+        )
+        if isinstance(command, Forward):
+            self._path.metrics.retries.add(1, failure.kind.value)
+        else:
+            self._is_reserved = False
+        return command
+
     def _note_forward(self, forward: Forward) -> None:
         metrics, decision = self._path.metrics, forward.decision
         instance = forward.holder.instance_id
         metrics.routed.add(1, instance, decision.policy, decision.reason.value)
         if decision.prompt_tokens is not None:
-            recompute = max(decision.prompt_tokens - decision.device_tokens, 0)
+            reused = decision.device_tokens + decision.pool_tokens
+            recompute = max(decision.prompt_tokens - reused, 0)
             metrics.prompt_tokens.add(decision.device_tokens, "device")
+            if decision.pool_tokens:
+                metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(recompute, "recompute")
 
     def _finish(
@@ -367,14 +498,14 @@ class _Exchange:
         cached_tokens: int | None = None,
     ) -> None:
         """Give the reservation back, once."""
-        if self._is_reserved:
+        if self._is_reserved and not self._is_adopted:
             self._is_reserved = False
             finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens)
             self._path.driver.handle(finished)
 
     # --- answering --------------------------------------------------------------------------------
 
-    async def _relay(self, opened: _Opened, forward: Forward) -> None:
+    async def _relay(self, opened: Opened, forward: Forward) -> None:
         """Pass an answer on as it is, but for a plain-text error, which is wrapped."""
         answer = opened.answer
         content_type = answer.header(b"content-type")
@@ -401,7 +532,7 @@ class _Exchange:
         finally:
             client.on_pause = client.on_resume = None
 
-    async def _relay_body(self, opened: _Opened, forward: Forward) -> None:
+    async def _relay_body(self, opened: Opened, forward: Forward) -> None:
         answer, last, client, usage = opened.answer, opened.first, self._client, UsageReader()
 
         def take(piece: bytes) -> None:
@@ -423,10 +554,10 @@ class _Exchange:
             client.break_off()
             return
         usage.feed(last)
-        self._end(answer.status, usage)
+        self._end(answer.status, usage, forward)
         client.finish(last)
 
-    async def _relay_stream(self, opened: _Opened, forward: Forward) -> None:
+    async def _relay_stream(self, opened: Opened, forward: Forward) -> None:
         """Pass whole events on as they come; end a stream that breaks off with an error event."""
         answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
         try:
@@ -442,7 +573,7 @@ class _Exchange:
             self._client.finish(stream_error_events(message, "engine_disconnected"))
             return
         usage.feed(splitter.held)
-        self._end(answer.status, usage)
+        self._end(answer.status, usage, forward)
         self._client.finish(splitter.held)
 
     def _event_taker(
@@ -465,7 +596,7 @@ class _Exchange:
 
         return take
 
-    async def _relay_text_error(self, opened: _Opened, forward: Forward) -> None:
+    async def _relay_text_error(self, opened: Opened, forward: Forward) -> None:
         answer, text = opened.answer, opened.first
         try:
             while len(text) < ERROR_TEXT_BYTES_MAX and (piece := await answer.read()):
@@ -479,7 +610,7 @@ class _Exchange:
             "content-type": "application/json",
             "content-length": str(len(body)),
         }
-        self._end(answer.status, UsageReader())
+        self._end(answer.status, UsageReader(), forward)
         self._client.start(answer.status, response_headers(answer.raw_headers, ours))
         self._client.finish(body)
 
@@ -506,7 +637,7 @@ class _Exchange:
 
     # --- counting ---------------------------------------------------------------------------------
 
-    def _note_first_byte(self, opened: _Opened, forward: Forward, *, shows_prefill: bool) -> None:
+    def _note_first_byte(self, opened: Opened, forward: Forward, *, shows_prefill: bool) -> None:
         if not self._is_reserved or self._has_first_byte:
             return
         self._has_first_byte = True
@@ -523,11 +654,20 @@ class _Exchange:
         self._finish(Outcome.BROKEN_OFF)
         self._count(status)
 
-    def _end(self, status: int, usage: UsageReader) -> None:
+    def _end(self, status: int, usage: UsageReader, forward: Forward) -> None:
         """The engine's answer is complete."""
         cached_tokens = usage.cached_tokens()
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
+        if self._known is not None and self._path.pooling is not None and status == 200:
+            decision = forward.decision
+            expected_tokens = decision.device_tokens + decision.pool_tokens
+            self._path.pooling.answered(
+                forward.holder.instance_id,
+                self._known,
+                expected_tokens if decision.pool_tokens else 0,
+                cached_tokens,
+            )
         completion_tokens = usage.completion_tokens() if self._has_one_choice else None
         self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
         self._count(status)
@@ -549,7 +689,10 @@ def _describe(error: UpstreamError) -> str:
             return "the connection was closed"
 
 
-def _as_gateway_error(error: UpstreamError) -> GatewayError:
+def _as_gateway_error(error: UpstreamError | None) -> GatewayError:
+    """Return what a client is told. None: a prefill instance answered with a status of 500 or more."""
+    if error is None:
+        return GatewayError(502, "the prompt could not be computed", "prefill_failed")
     if isinstance(error, PoolFull):
         return GatewayError(
             503, f"the instances' connections are all in use: {error}", "gateway_pool",

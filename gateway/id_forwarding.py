@@ -10,8 +10,10 @@ Source: vLLM 0.32 `renderers/online_renderer.py` `_reused_prompt_token_ids`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import orjson
 
 from moongate.gateway.body import Body, with_fields
 from moongate.gateway.engine_api import EngineApi
@@ -35,36 +37,47 @@ class IdForwarding:
         self._mode = mode
         self._prompts = prompts
 
-    def body_for(
+    def ids_for(
         self,
         route: Route,
         body: Body,
         read: ReadPrompt,
         api: EngineApi,
         context_tokens: int | None,
-    ) -> Sequence[bytes]:
-        """Return the body in pieces: as it came, or with the prompt's ids.
+    ) -> bytes | None:
+        """Return the prompt's ids (JSON) if the engine should get them.
 
         `context_tokens`: the model's longest context. What exceeds it the engine should refuse by
         the text, before it begins a stream.
         """
         tokenized = read.tokenized
         if self._mode == "off" or tokenized is None or not _leaves_prompt_alone(route, body):
-            return (body.raw,)
+            return None
         assert body.model is not None
         assert read.prompt is not None
         count = read.prompt.token_count
         is_too_long = context_tokens is not None and count >= context_tokens
         is_too_short = count < TOKENS_MIN if self._mode == "auto" else count == 0
         if is_too_long or is_too_short or not self._is_trusted(body.model, api, read):
-            return (body.raw,)
-        ids = tokenized.ids_json()
-        return with_fields(body.raw, b'"kv_transfer_params":{"prompt_token_ids":%b}' % ids)
+            return None
+        return tokenized.ids_json()
 
     def _is_trusted(self, model: str, api: EngineApi, read: ReadPrompt) -> bool:
         prompts = self._prompts
         takes = self._mode == "on" or prompts.takes_ids(api)
         return takes and prompts.agrees_with(model, api, read.form) and prompts.is_repeatable(model)
+
+
+def with_params(
+    raw: bytes, ids: bytes | None, params: Mapping[str, Any] | None = None
+) -> Sequence[bytes]:
+    """Return a body in pieces, with token ids and with what its engine's connector is to be told."""
+    parts = [b'"prompt_token_ids":%b' % ids] if ids is not None else []
+    if params:
+        parts.append(orjson.dumps(params)[1:-1])
+    if not parts:
+        return (raw,)
+    return with_fields(raw, b'"kv_transfer_params":{%b}' % b",".join(parts))
 
 
 def _leaves_prompt_alone(route: Route, body: Body) -> bool:

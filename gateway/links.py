@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.settings import InstanceSettings, Settings
 from moongate.gateway.upstream import Upstream
-from moongate.router import InstanceId
+from moongate.router import InstanceId, InstanceSpec, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,13 @@ class Link:
     upstream: Upstream
     api: EngineApi
     api_key: str | None
+
+    @property
+    def spec(self) -> InstanceSpec:
+        """Return the instance as the routing core knows it."""
+        settings = self.settings
+        host = urlsplit(settings.url).hostname or ""
+        return InstanceSpec(self.id, Role(settings.role), settings.weight, host)
 
     async def close(self) -> None:
         await self.upstream.close()

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway.monitor import Monitor
+from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.tallies import Distribution, Tally
 from moongate.router import RouterCore, Tier
@@ -22,6 +24,7 @@ UNMATCHED_ROUTE = "unmatched"
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05)
 SETTLE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+POOL_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
 TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -70,6 +73,10 @@ class Metrics:
         self.retries = Tally(
             "moongate_retries", "Attempts repeated elsewhere", ["reason"], registry=r
         )
+        self.handoffs = Tally(
+            "moongate_pd_handoffs", "Hand-offs from prefill to decode, by how they ended",
+            ["result"], registry=r,
+        )  # fmt: skip
         self.ids_forwarded = Tally(
             "moongate_ids_forwarded", "Attempts that took the prompt's token ids to the engine",
             ["instance"], registry=r,
@@ -82,7 +89,15 @@ class Metrics:
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,
         )  # fmt: skip
+        self.pool_lookup_seconds = Distribution(
+            "moongate_pool_lookup_seconds", "Time that a turn's look-up in the pool took",
+            buckets=POOL_BUCKETS, registry=r,
+        )  # fmt: skip
         r.register(_CurrentState(core, prompts))
+
+    def watch(self, monitor: Monitor, pooling: Pooling | None) -> None:
+        """Show as well what engines report of themselves, and the pool if there is one."""
+        self.registry.register(_Reported(monitor, pooling))
 
 
 class _CurrentState(Collector):
@@ -148,3 +163,52 @@ class _CurrentState(Collector):
                 events.add_metric([instance.spec.id, kind], count)
             gaps.add_metric([instance.spec.id], sum(s.feed.counts.gap_batches for s in states))
         yield from (events, gaps)
+
+
+class _Reported(Collector):
+    """What engines and the pool say of themselves."""
+
+    def __init__(self, monitor: Monitor, pooling: Pooling | None) -> None:
+        self._monitor = monitor
+        self._pooling = pooling
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._cached_tokens()
+        if self._pooling is not None:
+            yield from _pool_metrics(self._pooling)
+
+    def _cached_tokens(self) -> Metric:
+        cached = CounterMetricFamily(
+            "moongate_engine_cached_tokens",
+            "Prompt tokens that the engine did not compute, as it reports, by where it had them from",
+            labels=["instance", "source"],
+        )
+        for instance_id, by_source in self._monitor.cached_by_source.items():
+            for source, tokens in by_source.items():
+                cached.add_metric([instance_id, source], tokens)
+        return cached
+
+
+def _pool_metrics(pooling: Pooling) -> Iterator[Metric]:
+    state, counts = pooling.state, pooling.counts
+    gauges: tuple[tuple[str, str, float | None], ...] = (
+        ("moongate_pool_up", "1 if the pool answers", float(pooling.is_up)),
+        ("moongate_pool_keys", "Keys in the pool", state.key_count if state else None),
+        ("moongate_pool_bytes", "Bytes in the pool", state.allocated_bytes if state else None),
+        ("moongate_pool_capacity_bytes", "Its size", state.capacity_bytes if state else None),
+    )
+    for name, text, value in gauges:
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value=value)
+    for name, text, count in (
+        ("moongate_pool_lookups", "Prompts looked up in the pool", counts.lookups),
+        ("moongate_pool_asked_keys", "Keys that the pool was asked for", counts.asked_keys),
+        ("moongate_pool_round_trips", "Calls that this took", counts.round_trips),
+        ("moongate_pool_failures", "Checks and look-ups without an answer", counts.failures),
+        ("moongate_pool_restarts", "Times that the pool had lost everything", counts.restarts),
+        ("moongate_pool_key_mismatch", "Stored blocks that aren't under the keys made here",
+         counts.key_mismatches),
+        ("moongate_pool_shortfalls", "Answers for which the engine reused less than was expected",
+         counts.shortfalls),
+    ):  # fmt: skip
+        yield CounterMetricFamily(name, text, value=count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq.asyncio
 
@@ -18,6 +18,7 @@ from moongate.gateway.discovery import Description, describe
 from moongate.gateway.driver import Driver
 from moongate.gateway.engine_api import EngineCallFailed
 from moongate.gateway.links import Link, Links
+from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.settings import HealthSettings
 from moongate.gateway.subscriber import Subscriber
@@ -26,7 +27,6 @@ from moongate.router import (
     InstanceDescribed,
     InstanceId,
     InstanceProbed,
-    InstanceSpec,
     RequestReplay,
     SourceId,
 )
@@ -49,6 +49,7 @@ class Monitor:
         clock: Callable[[], float],
         *,
         opens_sources: bool,
+        pooling: Pooling | None = None,
     ) -> None:
         self._driver = driver
         self._links = links
@@ -56,9 +57,11 @@ class Monitor:
         self._prompts = prompts
         self._clock = clock
         self._opens_sources = opens_sources
+        self._pooling = pooling
         self._context = zmq.asyncio.Context()
         self._watches: dict[InstanceId, _Watch] = {}
         self.subscribers: dict[SourceId, Subscriber] = {}
+        self.cached_by_source: dict[InstanceId, Mapping[str, float]] = {}  # as engines report it
 
     def start(self) -> None:
         self._driver.on_replay = self._start_replay
@@ -66,7 +69,7 @@ class Monitor:
         for link in self._links:
             watch = _Watch(link)
             self._watches[link.id] = watch
-            self._driver.handle(InstanceAdded(InstanceSpec(link.id, weight=link.settings.weight)))
+            self._driver.handle(InstanceAdded(link.spec))
             watch.task = asyncio.create_task(self._watch(watch))
 
     async def close(self) -> None:
@@ -140,10 +143,25 @@ class Monitor:
         await self._learn_models(watch, description)
         watch.described_at = self._clock()
         self._driver.handle(InstanceDescribed(watch.link.id, description.facts))
+        self.cached_by_source[watch.link.id] = description.cached_by_source
+        self._describe_to_pool(watch, description)
         if self._opens_sources:
             await self._open_sources(watch.link, description.publishers)
             if not watch.is_well:
                 await self._driver.until_synced(watch.link.id)
+
+    def _describe_to_pool(self, watch: _Watch, description: Description) -> None:
+        if self._pooling is None:
+            return
+        if not watch.is_well:
+            self._pooling.restarted(watch.link.id)
+        roots = [card.root for card in description.facts.models if not card.is_adapter]
+        self._pooling.describe(
+            watch.link.id,
+            roots[0] if roots else None,
+            description.facts.block_size_tokens,
+            description.uses_pool,
+        )
 
     async def _learn_models(self, watch: _Watch, description: Description) -> None:
         roots = {card.root for card in description.facts.models if not card.is_adapter}

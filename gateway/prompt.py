@@ -84,6 +84,14 @@ class ReadPrompt:
     fallback: str | None = None
     tokenized: Tokenized | None = None
     form: PromptForm = PromptForm.PLAIN
+    # The ids, where they were not made here.
+    packed: bytes | None = field(default=None, compare=False, repr=False)
+
+    def tokens(self) -> bytes:
+        """Return the ids of a prompt that is known exactly, packed."""
+        if self.packed is not None:
+            return self.packed
+        return self.tokenized.tokens() if self.tokenized is not None else b""
 
 
 @dataclass(slots=True)
@@ -262,7 +270,7 @@ class PromptPipeline:
         known = self._models.get(body.model, _Model())
         try:
             if has_given_ids(route, body):
-                return ReadPrompt(self._read_given_ids(route, body))
+                return self._read_given_ids(route, body)
             if self._mode == "off":
                 return ReadPrompt(_text_prompt(read_text(route, body), body))
             form = form_of(route, body.fields)
@@ -270,7 +278,7 @@ class PromptPipeline:
             if renderer is not None:
                 return await self._read_here(route, body, renderer, form)
             if known.has_remote:
-                return ReadPrompt(await self._read_remotely(route, body))
+                return await self._read_remotely(route, body)
             reason = "no_tokenizer"
         except TimeoutError:
             reason = "budget"
@@ -282,7 +290,7 @@ class PromptPipeline:
             reason = "tokenize_call"
         return ReadPrompt(_text_prompt(read_text(route, body), body), reason)
 
-    def _read_given_ids(self, route: Route, body: Body) -> Prompt:
+    def _read_given_ids(self, route: Route, body: Body) -> ReadPrompt:
         """Raises: PromptRefused, PromptUnsupported."""
         if body.fields.get("truncate_prompt_tokens") is not None:
             raise PromptUnsupported("truncation")
@@ -336,7 +344,7 @@ class PromptPipeline:
             return await self._tokenizing.in_thread(renderer.chat_text, fields), special
         return renderer.chat_text(fields), special
 
-    async def _read_remotely(self, route: Route, body: Body) -> Prompt:
+    async def _read_remotely(self, route: Route, body: Body) -> ReadPrompt:
         """Raises: TimeoutError, PromptRefused, PromptUnsupported, EngineCallFailed."""
         assert body.model is not None
         fields = prompt_fields(route, body.fields)
@@ -356,7 +364,7 @@ class PromptPipeline:
 
     # --- ids to prompts ---------------------------------------------------------------------------
 
-    def _prompt_of(self, ids: Sequence[int], body: Body) -> Prompt:
+    def _prompt_of(self, ids: Sequence[int], body: Body) -> ReadPrompt:
         """Raises: PromptRefused."""
         try:
             tokens = pack_tokens(ids)
@@ -364,7 +372,7 @@ class PromptPipeline:
             raise PromptRefused("token ids must be integers that a vocabulary can have") from error
         salt = read_salt(body)
         chains = {space: hash_prompt(space, tokens, salt) for space in self._exact_spaces(body)}
-        return Prompt(len(ids), chains)
+        return ReadPrompt(Prompt(len(ids), chains), packed=tokens)
 
     def _prompt_of_pieces(self, tokenized: Tokenized, body: Body) -> Prompt:
         tokens, salt = tokenized.tokens(), read_salt(body)

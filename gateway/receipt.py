@@ -16,10 +16,15 @@ def receipt_headers(decision: Decision) -> dict[str, str]:
         "x-moongate-policy": decision.policy,
         "x-moongate-reason": decision.reason.value,
         "x-moongate-device-tokens": str(decision.device_tokens),
-        "x-moongate-pool-tokens": "0",
+        "x-moongate-pool-tokens": str(decision.pool_tokens),
     }
+    if decision.prefill is not None:
+        headers["x-moongate-prefill-instance"] = str(decision.prefill.holder)
     if decision.prompt_tokens is not None:
         headers["x-moongate-prompt-tokens"] = str(decision.prompt_tokens)
+    pool = (decision.prefill or chosen).candidate.pool
+    if pool is not None and pool.on_disk:
+        headers["x-moongate-pool-disk-tokens"] = str(decision.pool_tokens)
     if chosen.cost_ms is not None:
         headers["x-moongate-cost-ms"] = f"{chosen.cost_ms:.1f}"
     if len(decision.ranking) > 1:
@@ -35,9 +40,10 @@ def decision_as_json(decision: Decision) -> dict[str, Any]:
         "policy": decision.policy,
         "reason": decision.reason.value,
         "instance": str(decision.ranking[0].holder),
+        "prefill_instance": str(decision.prefill.holder) if decision.prefill is not None else None,
         "prompt_tokens": decision.prompt_tokens,
         "device_tokens": decision.device_tokens,
-        "pool_tokens": 0,
+        "pool_tokens": decision.pool_tokens,
         "candidates": [_candidate_as_json(ranked) for ranked in decision.ranking],
     }
 
@@ -51,7 +57,7 @@ def _candidate_as_json(ranked: Ranked) -> dict[str, Any]:
         "overlap_tokens": {
             "device": candidate.overlap_tokens,
             "confirmed": candidate.confirmed_tokens,
-            "pool": 0,
+            "pool": candidate.pool_tokens,
         },
         "active_requests": candidate.active_requests,
         "queued_prefill_tokens": candidate.queued_prefill_tokens,

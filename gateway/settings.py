@@ -8,6 +8,7 @@ that later versions will know are refused by name rather than ignored.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -30,10 +31,17 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.kvpool.keys import Shard
+from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 
 HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 """RFC 9110 token."""
+
+
+MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):[1-9]\d{0,4}$")
+MASTER_HTTP_PORT = 9003
+"""Mooncake's own default for `--metrics_port`."""
 
 
 class SettingsError(ValueError):
@@ -165,10 +173,12 @@ class InstanceSettings(_Section):
 
     id: Name
     url: Url
-    role: Literal["both"] = "both"
+    role: Literal["both", "prefill", "decode"] = "both"
     kv_events: Endpoint | None = None  # None: as the engine says (/kv_event_sources)
     kv_replay: Endpoint | None = None
-    kv_connector: Literal["auto"] = "auto"  # nothing is handed over in this version
+    # How a prefill instance hands over; auto: mooncake where it has a bootstrap_url, else nixl.
+    kv_connector: Literal["auto", "mooncake", "nixl"] = "auto"
+    bootstrap_url: Url | None = None  # of a prefill instance: its Mooncake bootstrap server
     ranks: (
         Annotated[int, Field(ge=1, le=1024)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -180,6 +190,14 @@ class InstanceSettings(_Section):
     )
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
     api_key_env: str | None = None  # variable with the engine's own key
+    pool: bool | None = None  # whether its engine uses the pool; None: as it shows
+
+    @property
+    def handoff(self) -> HandoffKind:
+        """Return how a prefill instance hands over."""
+        has_bootstrap = self.kv_connector == "auto" and self.bootstrap_url is not None
+        is_mooncake = self.kv_connector == "mooncake" or has_bootstrap
+        return HandoffKind.MOONCAKE if is_mooncake else HandoffKind.NIXL
 
     @property
     def rank_numbers(self) -> tuple[int, ...] | None:
@@ -194,6 +212,15 @@ class InstanceSettings(_Section):
             raise ValueError("kv_replay without kv_events")
         if self.api_key_env is not None and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
+        if self.kv_connector == "mooncake" and self.role == "prefill" and not self.bootstrap_url:
+            raise ValueError(
+                "kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as"
+                " http://127.0.0.1:8998"
+            )
+        if self.bootstrap_url is not None and self.kv_connector == "nixl":
+            raise ValueError("bootstrap_url: NIXL has none; leave it out, or kv_connector")
+        if self.bootstrap_url is not None and self.role == "decode":
+            raise ValueError("bootstrap_url: only instances that prefill have one")
         ranks = self.rank_numbers or ()
         if len(set(ranks)) != len(ranks):
             raise ValueError("ranks: a rank is named twice")
@@ -207,6 +234,53 @@ class AuthSettings(_Section):
     """Keys. Without `forward_client_key` a client's key never reaches an engine."""
 
     forward_client_key: bool = False
+
+
+class ShardSettings(_Section):
+    """In how many parts an engine stores a block: its parallel sizes, as they show in pool keys."""
+
+    tp: Annotated[int, Field(ge=1, le=256)] = 1
+    pcp: Annotated[int, Field(ge=1, le=64)] = 1
+    dcp: Annotated[int, Field(ge=1, le=64)] = 1
+    pp: Annotated[int, Field(ge=1, le=64)] = 1
+    groups: Annotated[int, Field(ge=1, le=64)] = 1  # KV groups of a hybrid model
+
+    def as_shards(self) -> list[Shard]:
+        sizes = (self.tp, self.pcp, self.dcp, self.pp, self.groups)
+        return [Shard(*ranks) for ranks in itertools.product(*map(range, sizes))]
+
+
+class PoolSettings(_Section):
+    """The shared KV pool that engines store into and fetch from."""
+
+    kind: Literal["none", "memory", "mooncake"] = "none"
+    master: str | None = None  # host:port of the Mooncake master, as engines are given it
+    admin_url: Url | None = None  # its HTTP interface; None: port 9003 on the master's host
+    lookup_budget_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0  # what a turn waits for it
+    hash_seeds: list[str] = Field(default_factory=list)  # PYTHONHASHSEED of engines, if not 0
+    cache_prefix: str = ""  # as in the engines' kv_connector_extra_config
+    namespace: str = ""  # of an opt-in payload format, such as @store_tp:2@store_pp:1
+    shards: ShardSettings | None = None  # None: learned from what engines store
+
+    @model_validator(mode="after")
+    def _check(self) -> PoolSettings:
+        if self.kind == "mooncake" and self.admin_url is None and self.master is None:
+            raise ValueError(
+                "kind mooncake needs admin_url: http://host:9003, or master: host:port"
+            )
+        if self.kind != "mooncake" and (self.admin_url or self.master):
+            raise ValueError(f"master and admin_url are of kind mooncake, not {self.kind}")
+        if self.master is not None and not MASTER.fullmatch(self.master):
+            raise ValueError("master: expected host:port, such as 127.0.0.1:50051")
+        return self
+
+    @property
+    def master_url(self) -> str:
+        """Return where the master's HTTP interface is."""
+        if self.admin_url is not None:
+            return self.admin_url
+        assert self.master is not None
+        return f"http://{self.master.rpartition(':')[0]}:{MASTER_HTTP_PORT}"
 
 
 class SessionSettings(_Section):
@@ -245,6 +319,7 @@ class Settings(_Section):
     limits: LimitsSettings = LimitsSettings()
     policy: PolicySettings = PolicySettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
+    pool: PoolSettings = PoolSettings()
     auth: AuthSettings = AuthSettings()
     session: SessionSettings = SessionSettings()
     health: HealthSettings = HealthSettings()
@@ -260,13 +335,29 @@ class Settings(_Section):
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:
                 raise ValueError(f"the {what} {twice} is used twice")
+        for instance in instances:
+            if instance.role == "prefill" and not _has_partner(instance, instances):
+                raise ValueError(
+                    f"{instance.id} only prefills: it needs an instance of role decode or both for"
+                    " the same model"
+                )
         return instances
 
 
+def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings]) -> bool:
+    """Tell whether somebody can decode what the instance prefills, as far as models are named."""
+    for other in instances:
+        names_none_alike = (
+            prefill.models is not None
+            and other.models is not None
+            and not set(prefill.models) & set(other.models)
+        )
+        if other.role != "prefill" and not names_none_alike:
+            return True
+    return False
+
+
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
-    ("pool", "kind"): ("none",),
-    ("pool", "master"): (None,),
-    ("pool", "admin_url"): (None,),
     ("state", "kind"): ("memory",),
     ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),

@@ -7,7 +7,7 @@ recently goes first, as in Mooncake, but one key at a time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from moongate.kvpool.store import PoolState, Replica
 
@@ -23,6 +23,7 @@ class MemoryPool:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0
         self.evicted_keys = 0
+        self.stored_keys = 0  # since the start, evicted ones included
         self._epoch = 0
         self._replicas: OrderedDict[str, Replica] = OrderedDict()
 
@@ -31,6 +32,10 @@ class MemoryPool:
 
     def __contains__(self, key: str) -> bool:
         return key in self._replicas
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys, the next one to be evicted first."""
+        return iter(self._replicas)
 
     # --- engines ----------------------------------------------------------------------------------
 
@@ -44,6 +49,7 @@ class MemoryPool:
         while self.allocated_bytes + size_bytes > self.capacity_bytes:
             self._evict_one()
         self._replicas[key] = Replica(endpoint, size_bytes)
+        self.stored_keys += 1
         self.allocated_bytes += size_bytes
         return True
 

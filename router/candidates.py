@@ -18,7 +18,7 @@ from moongate.router.fleet import Fleet, InstanceState
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import RecentSessions
 from moongate.router.load import LoadTable
-from moongate.router.model import BlockSpace, Holder, InstanceId
+from moongate.router.model import BlockSpace, Duty, Holder, InstanceId
 from moongate.router.policy import Candidate
 from moongate.router.sources import Sources
 
@@ -59,7 +59,7 @@ class CandidateTable:
         self._loads = loads
         self._sessions = sessions
         self._seats: dict[Holder, Seat] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[tuple[str, Duty], Group] = {}
         self._spaces: dict[str, frozenset[BlockSpace]] = {}
         self._source_changes = 0  # as of what is kept
 
@@ -75,7 +75,13 @@ class CandidateTable:
         self._groups.clear()
         self._spaces.clear()
 
-    def group(self, model: str, now: float, excluded: Sequence[InstanceId] = ()) -> Group:
+    def group(
+        self,
+        model: str,
+        now: float,
+        excluded: Sequence[InstanceId] = (),
+        duty: Duty = Duty.ALL,
+    ) -> Group:
         """Return who may take a request for the model now.
 
         Cost: O(1) for one that is kept. None is kept while an instance of the model is suspended,
@@ -83,11 +89,11 @@ class CandidateTable:
         bound to the names of models that nobody serves).
         """
         self._follow_sources()
-        group = self._groups.get(model) if not excluded else None
+        group = self._groups.get((model, duty)) if not excluded else None
         if group is None:
-            group = self._gather(model, now, excluded)
+            group = self._gather(model, now, excluded, duty)
             if group.seats and not excluded and not self._is_any_suspended(model):
-                self._groups[model] = group
+                self._groups[model, duty] = group
         return group
 
     def members(self, group: Group) -> list[Candidate]:
@@ -125,8 +131,8 @@ class CandidateTable:
             for seat in self._seats.values()
             if seat.candidate not in (None, self._build(seat))
         ]
-        for model, group in self._groups.items():
-            if group != self._gather(model, -math.inf, ()):
+        for (model, duty), group in self._groups.items():
+            if group != self._gather(model, -math.inf, (), duty):
                 names.append(model)
         for model, spaces in self._spaces.items():
             if spaces != self._find_spaces(model):
@@ -144,10 +150,10 @@ class CandidateTable:
     def _is_any_suspended(self, model: str) -> bool:
         return any(i.suspended_until is not None for i in self._fleet.serving(model))
 
-    def _gather(self, model: str, now: float, excluded: Sequence[InstanceId]) -> Group:
+    def _gather(self, model: str, now: float, excluded: Sequence[InstanceId], duty: Duty) -> Group:
         seats: list[Seat] = []
         spaces: dict[Holder, BlockSpace] = {}
-        for instance in self._fleet.available(model, now, excluded):
+        for instance in self._fleet.available(model, now, excluded, duty):
             seats += (self._seat(instance, holder) for holder in instance.holders)
             spaces |= dict.fromkeys(instance.holders, self.space(instance, model))
         seats.sort(key=lambda seat: seat.holder)

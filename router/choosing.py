@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from moongate.router.candidates import CandidateTable, Group
 from moongate.router.commands import Decision
+from moongate.router.cost import CostWeights
 from moongate.router.fleet import Fleet
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineage, Lineages
 from moongate.router.model import (
     TEXT_SPACE,
     BlockHash,
+    Duty,
     Holder,
     InstanceId,
     KnownPart,
@@ -25,10 +27,15 @@ from moongate.router.model import (
     Reason,
     Request,
 )
+from moongate.router.pairing import Pair, choose_pair
 from moongate.router.policy import Candidate, Policy, RandomBelow, Ranked, Situation
 
 PLACES = 2
 """The one that is chosen, and the runner-up for the receipt."""
+
+
+COVERED_QUEUE_MS = 20.0
+"""An instance with prefill for longer than this ahead may lose the request to one that fetches."""
 
 
 class Departure(NamedTuple):
@@ -39,13 +46,37 @@ class Departure(NamedTuple):
     lineage: Lineage
 
 
+class Place(NamedTuple):
+    """A candidate chosen, and what is known of the prompt in its blocks."""
+
+    chosen: Candidate
+    known: KnownPart
+
+
 class Choice(NamedTuple):
-    """The candidate chosen, why, and where the request departs from earlier ones."""
+    """The candidate chosen, why, and where the request departs from earlier ones.
+
+    `prefill`: where its prompt is computed, if that is on another instance.
+    """
 
     chosen: Candidate
     known: KnownPart  # of the prompt, there
     decision: Decision
     departure: Departure
+    prefill: Place | None = None
+
+
+class _Ranking(NamedTuple):
+    """What a policy said of a group."""
+
+    ranked: Sequence[Ranked]
+    group: Group
+    departure: Departure
+
+    def place(self, request: Request, chosen: Candidate) -> Place:
+        if request.prompt is None:
+            return Place(chosen, NOTHING)
+        return Place(chosen, request.prompt.known_in(self.group.spaces[chosen.holder]))
 
 
 NOTHING = KnownPart((), 1, 0, is_text=True)
@@ -75,10 +106,35 @@ class Chooser:
 
         `places`: how many are ranked at least, None for all.
         """
-        group = self.table.group(request.model, now, excluded)
+        duty = Duty.WHOLE if request.stays_whole else Duty.ALL
+        hands_over = request.may_hand_over and self.fleet.has_prefill(request.model)
+        local = self._rank(
+            policy, request, random_below, now, excluded, None if hands_over else places, duty
+        )
+        if local is None:
+            return None
+        prefill = (
+            self._rank(policy, request, random_below, now, excluded, places, Duty.PREFILL)
+            if hands_over
+            else None
+        )
+        return self._decide(policy, request, local, prefill)
+
+    def _rank(
+        self,
+        policy: Policy,
+        request: Request,
+        random_below: RandomBelow,
+        now: float,
+        excluded: Sequence[InstanceId],
+        places: int | None,
+        duty: Duty,
+    ) -> _Ranking | None:
+        """Return the ranking of those that may do this. None: there are none."""
+        group = self.table.group(request.model, now, excluded, duty)
         if not group.seats:
             return None
-        candidates, departure, history_tokens = self._place(request.prompt, group)
+        candidates, departure, history_tokens = self._place(request, group)
         situation = Situation(
             request=request,
             prompt_tokens=request.prompt.token_count if request.prompt is not None else 0,
@@ -87,24 +143,66 @@ class Chooser:
             tokens_per_ms=self.fleet.tokens_per_ms,
             places=len(candidates) if places is None else places,
         )
-        ranked = policy.rank(situation, candidates, random_below)
-        holder = ranked[0].candidate.holder
-        known = NOTHING if request.prompt is None else request.prompt.known_in(group.spaces[holder])
-        decision = _decision(request, policy, ranked, is_alone=len(candidates) == 1)
-        return Choice(ranked[0].candidate, known, decision, departure)
+        return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
 
-    def _place(self, prompt: Prompt | None, group: Group) -> tuple[list[Candidate], Departure, int]:
+    def _decide(
+        self, policy: Policy, request: Request, local: _Ranking, prefill: _Ranking | None
+    ) -> Choice:
+        """Return where the request goes: to one instance, or to a pair."""
+        pair = Pair(local.ranked, None)
+        if prefill is not None:
+            weights = getattr(policy, "weights", None)
+            pair = choose_pair(
+                local.ranked,
+                prefill.ranked,
+                weights if isinstance(weights, CostWeights) else CostWeights(),
+                request.prompt.token_count if request.prompt is not None else 0,
+                self.fleet.handoff_tokens_per_ms,
+            )
+        decision = _decision(request, policy, pair, is_alone=len(local.group.seats) == 1)
+        first_leg = None
+        if prefill is not None and pair.prefill is not None:
+            first_leg = prefill.place(request, pair.prefill.candidate)
+        # A request that goes to a pair departs from what prefill instances hold.
+        departure = local.departure if first_leg is None or prefill is None else prefill.departure
+        chosen, known = local.place(request, pair.ranking[0].candidate)
+        return Choice(chosen, known, decision, departure, first_leg)
+
+    def is_covered(self, request: Request, now: float) -> bool:
+        """See `RouterCore.covers`."""
+        assert request.prompt is not None
+        chain, block_tokens = _lineage_chain(request.prompt)
+        history_tokens = self.lineages.find_history(chain) * block_tokens
+        enough = history_tokens or request.prompt.token_count - 2 * block_tokens
+        duties = (Duty.ALL, Duty.PREFILL) if request.may_hand_over else (Duty.ALL,)
+        for duty in duties:
+            group = self.table.group(request.model, now, duty=duty)
+            members = self.table.members(group)
+            overlaps = self._overlaps(request.prompt, group, history_tokens)
+            for holder, (confirmed, _) in overlaps.items():
+                queued = members[group.positions[holder]].queued_prefill_tokens
+                is_free = queued <= COVERED_QUEUE_MS * self.fleet.tokens_per_ms
+                if is_free and confirmed >= enough:
+                    return True
+        return False
+
+    def _place(self, request: Request, group: Group) -> tuple[list[Candidate], Departure, int]:
         """Return the candidates with their overlaps, what the prompt continues, and its tokens."""
+        prompt = request.prompt
         if prompt is None:
             return self.table.members(group), NOWHERE, 0
         chain, block_tokens = _lineage_chain(prompt)
         history_blocks = self.lineages.find_history(chain)
         overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
-        longest_tokens = max(map(max, overlaps.values()), default=0)
+        pooled_tokens = (part.tokens for part in request.pool.values())
+        longest_tokens = max(*map(max, overlaps.values()), *pooled_tokens, 0, 0)
         shared_blocks = min(longest_tokens // block_tokens, len(chain))
         lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
         departure = Departure(chain, shared_blocks, lineage)
-        return self._candidates(group, overlaps), departure, history_blocks * block_tokens
+        candidates = self._candidates(group, overlaps)
+        if request.pool:
+            self._add_pool(request, group, candidates)
+        return candidates, departure, history_blocks * block_tokens
 
     def _overlaps(
         self, prompt: Prompt, group: Group, likely_tokens: int
@@ -126,6 +224,15 @@ class Chooser:
             candidates[position] = candidates[position].having(overlap_tokens, confirmed_tokens)
         return candidates
 
+    def _add_pool(self, request: Request, group: Group, candidates: list[Candidate]) -> None:
+        """Replace those candidates that use the pool by copies with what it has for them."""
+        for position, seat in enumerate(group.seats):
+            key_space = seat.instance.key_space
+            part = request.pool.get(key_space) if key_space is not None else None
+            if part is not None and part.tokens:
+                ms_per_token = self.fleet.fetch_ms_per_token(part, seat.instance)
+                candidates[position] = candidates[position].fetching(part, ms_per_token)
+
 
 def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
     """Return the chain by which a prompt's lineage is told, and the tokens of a block.
@@ -138,12 +245,11 @@ def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
     return known.chain, known.block_tokens
 
 
-def _decision(
-    request: Request, policy: Policy, ranked: Sequence[Ranked], is_alone: bool
-) -> Decision:
-    best = ranked[0]
-    reason = best.reason
-    if is_alone:
+def _decision(request: Request, policy: Policy, pair: Pair, is_alone: bool) -> Decision:
+    best = pair.ranking[0]
+    computing = pair.prefill or best  # where the prompt is
+    reason = computing.reason
+    if is_alone and pair.prefill is None and reason is not Reason.POOL_PREFIX:
         reason = Reason.ONLY_CHOICE
     elif policy.reads_prompts and request.is_prompt_missing and reason is Reason.LOAD:
         reason = Reason.FALLBACK
@@ -151,6 +257,8 @@ def _decision(
         policy=policy.name,
         reason=reason,
         prompt_tokens=request.prompt.token_count if request.prompt is not None else None,
-        device_tokens=best.candidate.overlap_tokens,
-        ranking=tuple(ranked),
+        device_tokens=computing.candidate.overlap_tokens,
+        pool_tokens=computing.candidate.pool_tokens,
+        ranking=tuple(pair.ranking),
+        prefill=pair.prefill,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from moongate.router.model import Holder, InstanceId, Reason, RequestId, SourceId
+from moongate.router.model import BlockHash, Holder, InstanceId, Reason, RequestId, SourceId
 from moongate.router.policy import Ranked
 
 
@@ -17,7 +18,9 @@ class Decision(NamedTuple):
     reason: Reason
     prompt_tokens: int | None  # None: not known
     device_tokens: int
+    pool_tokens: int  # beyond those
     ranking: tuple[Ranked, ...]  # of all candidates, or the first few
+    prefill: Ranked | None = None  # on another instance; tokens are then what that one reuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,10 @@ class Forward:
     holder: Holder
     decision: Decision
     attempt: int  # 1 for the first
+    prefill: Holder | None = None  # send the prefill leg there first
+    is_redelivery: bool = (
+        False  # of a decode leg that didn't reach its instance; its prefill stands
+    )
 
 
 class RejectReason(Enum):
@@ -61,6 +68,14 @@ class RequestReplay:
 
 
 @dataclass(frozen=True, slots=True)
+class NotePooled:
+    """Remember that the instance just announced these blocks, by our names, as stored in the pool."""
+
+    instance_id: InstanceId
+    blocks: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Check this instance's health now, beside the regular checks."""
 
@@ -74,4 +89,4 @@ class WakeAt:
     at: float
 
 
-Command = Forward | Reject | RelayFailure | RequestReplay | Probe | WakeAt
+Command = Forward | Reject | RelayFailure | RequestReplay | NotePooled | Probe | WakeAt

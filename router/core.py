@@ -10,7 +10,7 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 from moongate.router.candidates import CandidateTable
@@ -22,19 +22,20 @@ from moongate.router.commands import (
     Probe,
     Reject,
     RejectReason,
-    RelayFailure,
     WakeAt,
 )
 from moongate.router.cost import PREFILL_TOKENS_PER_MS_PRIOR
 from moongate.router.events import (
     BatchReceived,
     Event,
-    FailureKind,
     InstanceAdded,
     InstanceDescribed,
+    InstancePooled,
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PrefillEnded,
+    PrefillFailed,
     ReplayEnded,
     RequestArrived,
     RequestFailed,
@@ -57,18 +58,13 @@ from moongate.router.model import (
     Holder,
     InstanceFacts,
     InstanceId,
-    KnownPart,
     Request,
     RequestId,
-    Trust,
 )
-from moongate.router.policy import Candidate, Policy, RandomBelow
+from moongate.router.policy import Policy, RandomBelow
+from moongate.router.requests import Leg, Requests, Tracked, TrackingLimits, alone
 from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
-
-CONFIRMATION_GRACE_S = 1.0
-"""After a request ended, the engine's events for it are under way for at most this long; what they
-have not confirmed by then is no longer assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +79,6 @@ class RouterLimits:
     down_after: int = 2  # failed ones
     prefill_tokens_per_ms: float = PREFILL_TOKENS_PER_MS_PRIOR
     retry_after_s: float = 2.0  # told to clients when no instance is up: a health interval
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """An unfinished request."""
-
-    request: Request
-    attempt: int = 0
-    holder: Holder | None = None
-    tried: list[InstanceId] = field(default_factory=list)
-    full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
-    predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
-    predicted_part: range = range(0)  # of it, what was not confirmed already
-    confirmed_tokens: int = 0  # of its prompt, that the holder was known to have
-    prefill_tokens: int = 0
-    forwarded_at: float = 0.0
-    had_prefill_alone: bool = False
-    has_first_byte: bool = False
-
-    @property
-    def is_exact(self) -> bool:
-        prompt = self.request.prompt
-        return prompt is not None and prompt.is_exact
 
 
 class RouterCore:
@@ -133,10 +106,27 @@ class RouterCore:
             self.fleet, self.index, self.sources, self.loads, self.sessions
         )
         self._chooser = Chooser(self.fleet, self.index, self.candidates, self.lineages)
-        self.requests: dict[RequestId, _Tracked] = {}
-        self.predicting: dict[Holder, dict[RequestId, _Tracked]] = {}  # those with `predicted`
-        self._forwards = 0
+        self._requests = Requests(
+            self.fleet,
+            self.index,
+            self.loads,
+            self.lineages,
+            self.sessions,
+            self.settling,
+            self.candidates,
+            TrackingLimits(self.limits.prediction_s, self.limits.approximate_prediction_s),
+        )
         self._wake_at: float | None = None
+
+    @property
+    def requests(self) -> dict[RequestId, Tracked]:
+        """Return the unfinished requests."""
+        return self._requests.tracked
+
+    @property
+    def predicting(self) -> dict[Holder, dict[RequestId, Leg]]:
+        """Return the legs under way whose blocks are assumed, by holder."""
+        return self._requests.predicting
 
     # --- the one entry ----------------------------------------------------------------------------
 
@@ -150,9 +140,13 @@ class RouterCore:
         match event:
             case RequestArrived():
                 return self._request_arrived(event.request, now)
+            case PrefillEnded():
+                self._requests.prefill_ended(event, now)
+                return []
             case RequestFirstByte():
-                return self._request_first_byte(event, now)
-            case RequestFailed():
+                self._requests.first_byte(event, now)
+                return []
+            case RequestFailed() | PrefillFailed():
                 return self._request_failed(event, now)
             case RequestFinished():
                 return self._request_finished(event, now)
@@ -166,7 +160,13 @@ class RouterCore:
             ):
                 instance = self.fleet.find(event.source.instance_id)
                 return self.sources.handle(event, instance, now) if instance is not None else []
-            case InstanceAdded() | InstanceRemoved() | InstanceDescribed() | InstanceProbed():
+            case (
+                InstanceAdded()
+                | InstanceRemoved()
+                | InstanceDescribed()
+                | InstanceProbed()
+                | InstancePooled()
+            ):
                 return self._fleet_changed(event)
             case WakeUp():
                 return self._woke(now)
@@ -177,7 +177,9 @@ class RouterCore:
         self._wake_at = None
         commands: list[Command] = []
         for source, _ in list(self.sources):
-            commands += self.sources.woke(source, self._get_instance(source.instance_id), now)
+            commands += self.sources.woke(
+                source, self._requests.get_instance(source.instance_id), now
+            )
         return commands
 
     def _schedule(self, event: Event, now: float) -> list[Command]:
@@ -197,7 +199,7 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
-        tracked = _Tracked(request)
+        tracked = Tracked(request)
         forward = self._try_forward(tracked, now)
         if forward is None:
             return [self._refuse(request)]
@@ -215,179 +217,58 @@ class RouterCore:
     def _reject(self, request_id: RequestId, reason: RejectReason) -> Reject:
         return Reject(request_id, reason, retry_after_s=self.limits.retry_after_s)
 
-    def _try_forward(self, tracked: _Tracked, now: float) -> Forward | None:
-        """Choose a holder and reserve it, in one step. None: no instance is left to choose."""
-        request = tracked.request
-        excluded = [*tracked.tried, *tracked.full]
-        choice = self._choose(request, now, self._random_below, excluded)
-        if choice is None:
-            return None
-        if not excluded:
-            departure = choice.departure
-            self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
-            if departure.chain and departure.lineage.history_blocks == 0:
-                for holder in self.sessions.note(choice.chosen.holder):
-                    self.candidates.touch(holder)
-        self._reserve(tracked, choice, now)
-        return Forward(request.id, choice.chosen.holder, choice.decision, tracked.attempt)
+    def _try_forward(
+        self, tracked: Tracked, now: float, *, is_alone: bool = False
+    ) -> Forward | None:
+        """Choose a holder, or a pair, and reserve it, in one step. None: nobody is left to choose.
 
-    def _reserve(self, tracked: _Tracked, choice: Choice, now: float) -> None:
-        request, chosen, known = tracked.request, choice.chosen, choice.known
-        prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
-        holder = chosen.holder
-        instance = self._get_instance(holder.instance_id)
-        self._forwards += 1
-        instance.last_chosen[holder] = self._forwards
-        instance.begin_trial(request.id)
-        tracked.attempt += 1
-        tracked.tried.append(holder.instance_id)
-        tracked.holder = holder
-        tracked.forwarded_at = now
-        tracked.confirmed_tokens = chosen.confirmed_tokens
-        tracked.prefill_tokens = max(prompt_tokens - chosen.overlap_tokens, 0)
-        tracked.had_prefill_alone = self.loads.get(holder).queued_prefill_tokens == 0
-        self.loads.reserve(request.id, holder, tracked.prefill_tokens, known.usable_blocks)
-        self.candidates.touch(holder)
-        if known.usable_blocks:
-            self._predict(tracked, chosen, known, now)
-        if tracked.is_exact and chosen.trust is Trust.EXACT:
-            # Count what the engine announces of the answer.
-            chain, block_tokens, _, _ = known
-            self.settling.forwarded(request.id, holder, chain, prompt_tokens, block_tokens)
-
-    def _predict(self, tracked: _Tracked, chosen: Candidate, known: KnownPart, now: float) -> None:
-        """Assume that the holder will have what it has not confirmed of the prompt."""
-        holder, limits = chosen.holder, self.limits
-        part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
-        will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
-        lifetime_s = limits.prediction_s if will_confirm else limits.approximate_prediction_s
-        self.index.predict(holder, known.chain[part.start : part.stop], now + lifetime_s)
-        if will_confirm:
-            tracked.predicted, tracked.predicted_part = known.chain, part
-            self.predicting.setdefault(holder, {})[tracked.request.id] = tracked
-
-    def _request_first_byte(self, event: RequestFirstByte, now: float) -> list[Command]:
-        tracked = self.requests[event.request_id]
-        assert tracked.holder is not None
-        if tracked.has_first_byte:
-            return []
-        tracked.has_first_byte = True
-        instance = self.fleet.find(tracked.holder.instance_id)
-        tells_rate = event.shows_prefill and tracked.had_prefill_alone and tracked.is_exact
-        if instance is not None and tells_rate:
-            elapsed_ms = (now - tracked.forwarded_at) * 1000
-            self.fleet.observe_prefill(instance, tracked.prefill_tokens, elapsed_ms)
-        self.loads.end_prefill(event.request_id)
-        self.candidates.touch(tracked.holder)
-        return []
-
-    def _request_failed(self, event: RequestFailed, now: float) -> list[Command]:
-        """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
-        tracked = self.requests[event.request_id]
-        assert tracked.holder is not None
-        self._release(tracked, now)
-        self.settling.drop(event.request_id)
-        commands = self._note_failure(tracked.holder.instance_id, event.kind)
-        if event.kind is FailureKind.FULL:
-            self._take_back_attempt(tracked)
-        if tracked.attempt < self.limits.attempts_max:
-            forward = self._try_forward(tracked, now)
-            if forward is not None:
-                return [*commands, forward]
-        # Nobody could serve it, so it may be the request's own fault: no instance is charged.
-        del self.requests[event.request_id]
-        self._end_trials(tracked)
-        return [*commands, RelayFailure(event.request_id)]
-
-    def _take_back_attempt(self, tracked: _Tracked) -> None:
-        """Nothing was sent, so it was no attempt, and says nothing about the instance."""
-        instance_id = tracked.tried.pop()
-        tracked.full.append(instance_id)
-        tracked.attempt -= 1
-        instance = self.fleet.find(instance_id)
-        if instance is not None:
-            instance.end_trial(tracked.request.id)
-
-    def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
-        instance = self.fleet.find(instance_id)
-        if instance is None:
-            return []
-        match kind:
-            case FailureKind.UNREACHABLE:
-                instance.probed(is_healthy=False, is_gone=True, up_after=1, down_after=1)
-                self.candidates.reset()
-                self._forget_unconfirmable(instance)
-                return [Probe(instance_id)]
-            case FailureKind.DISCONNECTED:
-                return [Probe(instance_id)]
-            case FailureKind.TIMEOUT | FailureKind.STATUS | FailureKind.FULL:
-                return []
-            case _:
-                assert_never(kind)
+        `is_alone`: not a pair.
+        """
+        request = alone(tracked.request) if is_alone else tracked.request
+        choice = self._choose(request, now, self._random_below, [*tracked.failed, *tracked.full])
+        return self._requests.begin(tracked, choice, now) if choice is not None else None
 
     def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
-        tracked = self.requests.pop(event.request_id)
-        assert tracked.holder is not None
-        self._release(tracked, now)
+        leg = self._requests.tracked[event.request_id].leg
+        assert leg is not None
+        commands = self._requests.finished(event, now)
         is_answered = event.outcome is Outcome.ANSWERED
-        length = event.completion_tokens if is_answered else None
-        self.settling.finished(event.request_id, length, now)
-        if is_answered:
-            self._charge_failures(tracked, now)
-        self._end_trials(tracked)
-        if event.outcome is Outcome.BROKEN_OFF:
-            return [Probe(tracked.holder.instance_id)]
-        if is_answered and event.cached_tokens == 0 and tracked.confirmed_tokens:
-            return self._doubt(tracked.holder, now)
-        return []
-
-    def _doubt(self, holder: Holder, now: float) -> list[Command]:
-        """The engine had nothing of what it was known to have: perhaps the news was lost."""
-        instance = self.fleet.find(holder.instance_id)
-        return self.sources.doubt(holder, instance, now) if instance is not None else []
-
-    def _charge_failures(self, tracked: _Tracked, now: float) -> None:
-        """The last instance that was tried has served what the others could not."""
-        *failed_on, served_by = (self.fleet.find(instance_id) for instance_id in tracked.tried)
-        if served_by is not None:
-            served_by.resume()
-        for failed in failed_on:
-            if failed is None or not failed.is_healthy:
-                continue
-            # Requests that failed together are one reason to back off, not one each.
-            if failed.suspended_until is None or failed.trial == tracked.request.id:
-                failed.suspend(now)
-                self.candidates.reset()
-
-    def _end_trials(self, tracked: _Tracked) -> None:
-        for instance_id in tracked.tried:
-            instance = self.fleet.find(instance_id)
+        if is_answered and event.cached_tokens == 0 and leg.confirmed_tokens:
+            # It had nothing of what it was known to have: perhaps the news was lost.
+            instance = self.fleet.find(leg.holder.instance_id)
             if instance is not None:
-                instance.end_trial(tracked.request.id)
+                commands += self.sources.doubt(leg.holder, instance, now)
+        return commands
 
-    def _release(self, tracked: _Tracked, now: float) -> None:
-        """End an attempt: its load is free, and what it should have cached is soon known."""
-        holder, predicted = tracked.holder, tracked.predicted
-        assert holder is not None
-        self.loads.release(tracked.request.id)
-        self.candidates.touch(holder)
-        if not predicted:
-            return
-        tracked.predicted = ()
-        part = tracked.predicted_part
-        begin = max(part.start, self._predicted_by_others(tracked, predicted))
-        if self.index.has_holder(holder):
-            own = predicted[begin : part.stop]
-            self.index.shorten_predictions(holder, own, now + CONFIRMATION_GRACE_S)
+    def _request_failed(self, event: RequestFailed | PrefillFailed, now: float) -> list[Command]:
+        """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
+        requests = self._requests
+        tracked, redelivers = requests.tracked[event.request_id], requests.can_redeliver(event)
+        commands = requests.failed(event, now)
+        forward = self._try_again(tracked, event, now, redelivers=redelivers)
+        return [*commands, requests.give_up(event.request_id) if forward is None else forward]
 
-    def _predicted_by_others(self, tracked: _Tracked, chain: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks other unfinished requests will fill on its holder."""
-        assert tracked.holder is not None
-        others = self.predicting[tracked.holder]
-        del others[tracked.request.id]
-        if not others:
-            del self.predicting[tracked.holder]
-        return max((_common_blocks(chain, other.predicted) for other in others.values()), default=0)
+    def _try_again(
+        self,
+        tracked: Tracked,
+        event: RequestFailed | PrefillFailed,
+        now: float,
+        *,
+        redelivers: bool,
+    ) -> Forward | None:
+        if tracked.attempt < self.limits.attempts_max:
+            if redelivers:
+                return self._redeliver(tracked, now)
+            return self._try_forward(tracked, now)
+        if isinstance(event, PrefillFailed) and tracked.attempt == self.limits.attempts_max:
+            # No prefill instance could do it; one that computes for itself perhaps can.
+            return self._try_forward(tracked, now, is_alone=True)
+        return None
+
+    def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
+        excluded = [*tracked.failed, *tracked.full]
+        choice = self._choose(alone(tracked.request), now, self._random_below, excluded)
+        return self._requests.redeliver(tracked, choice, now) if choice is not None else None
 
     # --- choosing ---------------------------------------------------------------------------------
 
@@ -428,6 +309,21 @@ class RouterCore:
         depth = self.lineages.find_history(chain)
         return depth == 0 or self.settling.is_settled(chain[depth - 1], now)
 
+    def find_history(self, chain: Sequence[BlockHash]) -> int:
+        """Return the leading blocks that a prompt has of the turn that it continues, or 0."""
+        return self.lineages.find_history(chain)
+
+    def covers(self, request: Request, now: float) -> bool:
+        """Tell whether what a pool holds of the prompt can't change where the request goes.
+
+        That is so where an instance that is about to begin with it has all that the turn before can
+        have left in the pool, or all of the prompt, on its device.
+        """
+        prompt = request.prompt
+        if prompt is None or not prompt.is_exact:
+            return True
+        return self._chooser.is_covered(request, now)
+
     def spaces(self, model: str) -> frozenset[BlockSpace]:
         """Return the block spaces in which a prompt for this model has to be hashed."""
         return self.candidates.spaces(model)
@@ -435,7 +331,12 @@ class RouterCore:
     # --- the fleet --------------------------------------------------------------------------------
 
     def _fleet_changed(
-        self, event: InstanceAdded | InstanceRemoved | InstanceDescribed | InstanceProbed
+        self,
+        event: InstanceAdded
+        | InstanceRemoved
+        | InstanceDescribed
+        | InstanceProbed
+        | InstancePooled,
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
@@ -450,6 +351,8 @@ class RouterCore:
                 self._describe(instance, event.facts)
             case InstanceProbed():
                 self._probed(instance, event)
+            case InstancePooled():
+                instance.key_space = event.key_space
             case _:
                 assert_never(event)
         return []
@@ -467,16 +370,7 @@ class RouterCore:
         if instance.probed(event.is_healthy, event.is_gone, limits.up_after, limits.down_after):
             self.candidates.reset()
         if event.is_gone:
-            self._forget_unconfirmable(instance)
-
-    def _forget_unconfirmable(self, instance: InstanceState) -> None:
-        """Nothing listens there: its process ended, and its cache with it.
-
-        What events confirmed is left to the feed, which finds out exactly once the source is back.
-        """
-        for holder in instance.holders:
-            if self.index.has_holder(holder):
-                self.index.forget_predictions(holder)
+            self._requests.forget_unconfirmable(instance)
 
     def _remove_instance(self, instance: InstanceState) -> None:
         self.sources.close_all(instance.spec.id)
@@ -486,23 +380,6 @@ class RouterCore:
         self.fleet.remove(instance.spec.id)
         self.candidates.reset()
 
-    def _get_instance(self, instance_id: InstanceId) -> InstanceState:
-        instance = self.fleet.find(instance_id)
-        assert instance is not None, instance_id
-        return instance
-
 
 def _earliest(*times: float | None) -> float | None:
     return min((time for time in times if time is not None), default=None)
-
-
-def _common_blocks(chain: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
-    """Return how many leading blocks two chains share. Equal hashes have equal prefixes: bisect."""
-    low, high = 0, min(len(chain), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if chain[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -6,6 +6,11 @@ One continuous number without thresholds. Its terms, each shown in receipts:
 - `active`: every unfinished request shares the engine's steps with the new one.
 - `sessions`: for a request that begins a session, those that lately began on the holder: they will come
   back to it, whether or not one of their turns is under way just now.
+- `fetch`, `fetch_disk`: tokens that the holder would get from the shared pool: bytes at the rate of the
+  place where they lie, and what a fetch takes however short it is.
+- `stall`: a prefill on a decode instance holds up the answers that it is decoding, and will decode.
+- `handoff`: where another instance prefills, what it takes to get the blocks across. Its own cost is
+  then the term `prefill_leg`.
 - `prefill`: the request's own tokens that the holder would have to compute.
 - `history`: tokens of the session's earlier turns that would be computed *again*. They are paid
   twice over: the work delays the holder's other requests, and its copy displaces their blocks.
@@ -34,23 +39,39 @@ RATE_SMOOTHING = 0.3
 OBSERVED_TOKENS_MIN = 128
 """Shorter prefills say more about fixed overheads than about the rate."""
 
+FETCH_BYTES_PER_MS_PRIOR = 4_000_000.0
+"""4 GB/s: one network interface of 100 Gbit/s, shared; only the start value of what is learned."""
+
+DISK_BYTES_PER_MS_PRIOR = 1_000_000.0
+"""1 GB/s: one SSD, shared."""
+
+HANDOFF_TOKENS_PER_MS_PRIOR = 50.0
+"""200 KB a token at 10 GB/s; only the start value of what is learned."""
+
+LOCAL_SPEEDUP = 2.0
+"""What lies on the reader's own host needs no network."""
+
+OBSERVED_BYTES_MIN = 1_000_000
+"""Shorter fetches say more about fixed overheads than about the rate."""
+
 
 @dataclass(slots=True)
-class PrefillRate:
-    """Learned prefill speed, in tokens per ms."""
+class LearnedRate:
+    """How much (tokens, bytes) is done in a ms, learned from how long it took."""
 
-    prior: float = PREFILL_TOKENS_PER_MS_PRIOR
+    prior: float
+    amount_min: int  # less tells nothing
     learned: float | None = None
 
     @property
-    def tokens_per_ms(self) -> float:
+    def per_ms(self) -> float:
         return self.prior if self.learned is None else self.learned
 
-    def observe(self, tokens: int, elapsed_ms: float) -> None:
-        """Learn from one prefill that was not held up by others."""
-        if tokens < OBSERVED_TOKENS_MIN or elapsed_ms <= 0:
+    def observe(self, amount: float, elapsed_ms: float) -> None:
+        """Learn from one piece of work that was not held up by others."""
+        if amount < self.amount_min or elapsed_ms <= 0:
             return
-        seen = min(max(tokens / elapsed_ms, self.prior / RATE_BOUND), self.prior * RATE_BOUND)
+        seen = min(max(amount / elapsed_ms, self.prior / RATE_BOUND), self.prior * RATE_BOUND)
         if self.learned is None:
             self.learned = seen
         else:
@@ -66,19 +87,24 @@ class CostWeights:
     history_weight: float = 3.0  # extra charge for a recomputed history, times its prefill
     degraded_weight: float = 0.8  # what an overlap is worth when some events were lost
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
+    fetch_ms: float = 5.0  # ms that a fetch from the pool takes beside its bytes
+    handoff_ms: float = 10.0  # ms that a hand-off from prefill to decode takes beside its blocks
+    stall_ms: float = 4.0  # ms that any prefill on a decode instance costs the answers there
+    stall_weight: float = 0.5  # and of its own time, for each of them and for those to come
 
 
 class Pricing(NamedTuple):
     """What it costs to place one request: the terms, from what is known of the holder.
 
-    `best_overlap_tokens` is the fleet's best overlap, weighed by trust as every overlap here is.
+    *Reuse* is a holder's overlap, and what the pool has beyond it, each weighed by how far it is
+    believed; `best_reuse_tokens` is the fleet's best.
     `history_tokens` and `departures`: see `lineage.Lineage`.
     """
 
     weights: CostWeights
     tokens_per_ms: float  # prefill rate of weight 1
     prompt_tokens: int
-    best_overlap_tokens: float
+    best_reuse_tokens: float
     history_tokens: int
     departures: int
 
@@ -88,11 +114,15 @@ class Pricing(NamedTuple):
         queued_prefill_tokens: int,
         active_requests: int,
         recent_sessions: int,
-        overlap_tokens: float,
+        reuse_tokens: float,
+        fetch_ms: float = 0.0,
+        *,
+        from_disk: bool = False,
     ) -> dict[str, float]:
-        """Return all terms for a holder with this load and overlap; their sum is the cost."""
-        prefill_ms, history_ms, shared_ms = self.prompt_terms_ms(weight, overlap_tokens)
+        """Return all terms for a holder with this load and reuse; their sum is the cost."""
+        prefill_ms, history_ms, shared_ms = self.prompt_terms_ms(weight, reuse_tokens)
         session_ms = 0.0 if self.history_tokens else self.weights.session_ms
+        fetch = {"fetch_disk" if from_disk else "fetch": fetch_ms} if fetch_ms else {}
         return {
             "queue": queued_prefill_tokens / (self.tokens_per_ms * weight),
             "active": active_requests / weight * self.weights.active_request_ms,
@@ -100,16 +130,21 @@ class Pricing(NamedTuple):
             "prefill": prefill_ms,
             "history": history_ms,
             "shared": shared_ms,
+            **fetch,
         }
 
-    def prompt_terms_ms(self, weight: float, overlap_tokens: float) -> tuple[float, float, float]:
-        """Return what the prompt costs on a holder with this overlap: `prefill`, `history`, `shared`."""
+    def fetch_ms(self, tokens: float, ms_per_token: float) -> float:
+        """Return what it takes to get these tokens from the pool."""
+        return self.weights.fetch_ms + tokens * ms_per_token if tokens > 0 else 0.0
+
+    def prompt_terms_ms(self, weight: float, reuse_tokens: float) -> tuple[float, float, float]:
+        """Return what the prompt costs on a holder that reuses this: `prefill`, `history`, `shared`."""
         tokens_per_ms = self.tokens_per_ms * weight
         departures = self.departures
-        lost_history = max(self.history_tokens - overlap_tokens, 0.0)
-        extra = max(self.best_overlap_tokens - overlap_tokens, 0.0)
+        lost_history = max(self.history_tokens - reuse_tokens, 0.0)
+        extra = max(self.best_reuse_tokens - reuse_tokens, 0.0)
         return (
-            max(self.prompt_tokens - overlap_tokens, 0.0) / tokens_per_ms,
+            max(self.prompt_tokens - reuse_tokens, 0.0) / tokens_per_ms,
             self.weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
             -extra / tokens_per_ms * departures / (1 + departures),
         )

@@ -14,6 +14,7 @@ from moongate.router.model import (
     InstanceFacts,
     InstanceId,
     InstanceSpec,
+    KeySpace,
     Request,
     RequestId,
     SourceId,
@@ -48,6 +49,14 @@ class InstanceProbed:
     instance_id: InstanceId
     is_healthy: bool
     is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePooled:
+    """How the instance names blocks in a shared pool is known now. None: it doesn't use one."""
+
+    instance_id: InstanceId
+    key_space: KeySpace | None
 
 
 # --- KV events ------------------------------------------------------------------------------------
@@ -163,6 +172,22 @@ class RequestArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The prefill leg of a hand-off was answered; the decode leg is sent next."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """The prefill leg of a hand-off failed; nothing of it is kept anywhere."""
+
+    request_id: RequestId
+    kind: FailureKind
+    status: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFirstByte:
     """The first byte of the answer's body came, so prefill is over.
 
@@ -212,6 +237,7 @@ Event = (
     | InstanceRemoved
     | InstanceDescribed
     | InstanceProbed
+    | InstancePooled
     | SourceOpened
     | SourceLost
     | SourceReconnected
@@ -219,6 +245,8 @@ Event = (
     | BatchReceived
     | ReplayEnded
     | RequestArrived
+    | PrefillEnded
+    | PrefillFailed
     | RequestFirstByte
     | RequestFailed
     | RequestFinished

@@ -13,15 +13,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from moongate.router.cost import PrefillRate
+from moongate.router.cost import (
+    DISK_BYTES_PER_MS_PRIOR,
+    FETCH_BYTES_PER_MS_PRIOR,
+    HANDOFF_TOKENS_PER_MS_PRIOR,
+    LOCAL_SPEEDUP,
+    OBSERVED_BYTES_MIN,
+    OBSERVED_TOKENS_MIN,
+    LearnedRate,
+)
 from moongate.router.model import (
     TEXT_SPACE,
     BlockSpace,
+    Duty,
     Holder,
     InstanceFacts,
     InstanceId,
     InstanceSpec,
+    KeySpace,
     ModelCard,
+    PoolPart,
     RequestId,
     Role,
 )
@@ -32,12 +43,20 @@ SUSPENSION_S_MAX = 30.0
 requests that each have to fail over."""
 
 
+ROLES: Mapping[Duty, frozenset[Role]] = {
+    Duty.ALL: frozenset({Role.BOTH, Role.DECODE}),
+    Duty.PREFILL: frozenset({Role.PREFILL}),
+    Duty.WHOLE: frozenset({Role.BOTH}),
+}
+
+
 @dataclass(slots=True)
 class InstanceState:
     """One instance as the router knows it."""
 
     spec: InstanceSpec
     facts: InstanceFacts | None = None
+    key_space: KeySpace | None = None  # how it names blocks in the pool; None: it uses none
     is_healthy: bool = False  # not before the first successful check
     was_probed: bool = False
     probes_in_a_row: int = 0  # with the outcome opposite to `is_healthy`
@@ -125,7 +144,10 @@ class Fleet:
     def __init__(self, prefill_tokens_per_ms: float) -> None:
         # One rate for all, scaled by weight: a rate of its own that an instance got from a few
         # unlucky observations would keep work, and so better observations, away from it.
-        self._rate = PrefillRate(prior=prefill_tokens_per_ms)
+        self._prefill = LearnedRate(prefill_tokens_per_ms, OBSERVED_TOKENS_MIN)
+        self._handoff = LearnedRate(HANDOFF_TOKENS_PER_MS_PRIOR, OBSERVED_TOKENS_MIN)
+        self._fetch = LearnedRate(FETCH_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
+        self._fetch_disk = LearnedRate(DISK_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
         self._instances: dict[InstanceId, InstanceState] = {}
         self._cards: dict[str, ModelCard] | None = None  # made when asked for
 
@@ -141,11 +163,35 @@ class Fleet:
     @property
     def tokens_per_ms(self) -> float:
         """Return the expected prefill speed of an instance of weight 1."""
-        return self._rate.tokens_per_ms
+        return self._prefill.per_ms
 
     def observe_prefill(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
         """Learn from a prefill that had the instance's prefill to itself."""
-        self._rate.observe(tokens, elapsed_ms * instance.spec.weight)
+        self._prefill.observe(tokens, elapsed_ms * instance.spec.weight)
+
+    @property
+    def handoff_tokens_per_ms(self) -> float:
+        """Return the expected speed of a transfer from a prefill to a decode instance."""
+        return self._handoff.per_ms
+
+    def observe_handoff(self, tokens: int, elapsed_ms: float) -> None:
+        self._handoff.observe(tokens, elapsed_ms)
+
+    def has_prefill(self, model: str) -> bool:
+        """Tell whether an instance is there to prefill for others."""
+        return any(i.spec.role is Role.PREFILL for i in self.serving(model))
+
+    def fetch_ms_per_token(self, part: PoolPart, instance: InstanceState) -> float:
+        """Return the expected ms for each token that the instance gets from there."""
+        rate = self._fetch_disk if part.on_disk else self._fetch
+        return part.bytes_per_token / (rate.per_ms * _nearness(part, instance))
+
+    def observe_fetch(
+        self, instance: InstanceState, part: PoolPart, tokens: int, elapsed_ms: float
+    ) -> None:
+        """Learn from a fetch, the time of which is known apart from the prefill that followed it."""
+        rate = self._fetch_disk if part.on_disk else self._fetch
+        rate.observe(tokens * part.bytes_per_token, elapsed_ms * _nearness(part, instance))
 
     def find(self, instance_id: InstanceId) -> InstanceState | None:
         return self._instances.get(instance_id)
@@ -162,7 +208,7 @@ class Fleet:
         return [i for i in self._instances.values() if i.card(model) is not None]
 
     def available(
-        self, model: str, now: float, excluded: Iterable[InstanceId]
+        self, model: str, now: float, excluded: Iterable[InstanceId], duty: Duty = Duty.ALL
     ) -> list[InstanceState]:
         """Return the instances that may take a request for the model now.
 
@@ -173,7 +219,7 @@ class Fleet:
         healthy = [
             i
             for i in self.serving(model)
-            if i.is_healthy and i.spec.role is not Role.PREFILL and i.spec.id not in left_out
+            if i.is_healthy and i.spec.role in ROLES[duty] and i.spec.id not in left_out
         ]
         return [i for i in healthy if not i.is_suspended(now)] or healthy
 
@@ -185,3 +231,9 @@ class Fleet:
                 for card in instance.facts.models if instance.facts is not None else ():
                     self._cards.setdefault(card.name, card)
         return self._cards
+
+
+def _nearness(part: PoolPart, instance: InstanceState) -> float:
+    """Return how much faster than over a network the instance gets at these copies."""
+    is_local = bool(part.host) and part.host == instance.spec.host
+    return LOCAL_SPEEDUP if is_local else 1.0

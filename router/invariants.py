@@ -41,16 +41,16 @@ def _check_load_equals_reservations(core: RouterCore) -> None:
 
 
 def _check_requests(core: RouterCore) -> None:
-    assert set(core.requests) == set(core.loads.reservations), "a request without reservation"
+    legs = {leg.reservation: leg for tracked in core.requests.values() for leg in tracked.legs}
+    assert set(legs) == set(core.loads.reservations), "a leg without reservation"
     for tracked in core.requests.values():
-        assert tracked.holder is not None
-        assert 1 <= tracked.attempt <= core.limits.attempts_max, tracked
+        assert tracked.leg is not None
+        # One more than others has a request whose prefill failed: without a hand-off.
+        attempts_max = core.limits.attempts_max + tracked.request.may_hand_over
+        assert 1 <= tracked.attempt <= attempts_max, tracked
         assert len(set(tracked.tried)) == len(tracked.tried), tracked.tried
-    predicting = {
-        (tracked.holder, request_id)
-        for request_id, tracked in core.requests.items()
-        if tracked.predicted
-    }
+        assert set(tracked.failed) <= set(tracked.tried), tracked
+    predicting = {(leg.holder, leg.reservation) for leg in legs.values() if leg.predicted}
     assert predicting == {(h, i) for h, ids in core.predicting.items() for i in ids}, predicting
 
 

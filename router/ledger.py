@@ -131,6 +131,18 @@ class Ledger:
             for tier, block in names.held():
                 yield side_of(names), tier, block
 
+    def names_of(self, event: BlocksStored) -> Sequence[BlockHash]:
+        """Return our names of blocks that were stored elsewhere, as far as they can be told."""
+        device = self._main.tiers[Tier.DEVICE]
+        known = [block for name in event.engine_hashes if (block := device.get(name)) is not None]
+        if known or not event.tokens or not _is_well_formed(event):
+            return known
+        # Forgotten by the device already; without its extra keys a first block can't be told.
+        parent = device.get(event.parent) if event.parent is not None else None
+        if parent is None:
+            return ()
+        return extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
+
     @property
     def sides(self) -> list[SideGroup]:
         """Return the side groups that the holder's overlaps depend on by what this source said."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple, NewType
 
@@ -31,6 +31,14 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
+
+
+class Duty(Enum):
+    """What a request wants of an instance: which roles may take it."""
+
+    ALL = "all"  # compute the prompt and the answer; what is left to do after a hand-off as well
+    PREFILL = "prefill"  # compute the prompt for another instance
+    WHOLE = "whole"  # both, on one that never works for another
 
 
 class Tier(Enum):
@@ -128,6 +136,7 @@ class InstanceSpec:
     id: InstanceId
     role: Role = Role.BOTH
     weight: float = 1.0  # relative speed; 2.0 takes twice the load of 1.0
+    host: str = ""  # on which it runs; "": not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +156,25 @@ class KnownPart(NamedTuple):
     block_tokens: int  # that a block stands for
     usable_blocks: int  # that can be reused: the engine always computes the last token itself
     is_text: bool
+
+
+class KeySpace(NamedTuple):
+    """Instances of one key space find each other's blocks in the pool: they name them alike."""
+
+    name: str
+
+
+class PoolPart(NamedTuple):
+    """What the pool holds of a prompt, for the instances of one key space.
+
+    `weight`: how far that is believed, 1 for an answer of the pool, less for an announcement.
+    """
+
+    tokens: int  # of the leading full blocks
+    bytes_per_token: float
+    host: str = ""  # where the copies lie; "": not known
+    on_disk: bool = False
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +213,6 @@ class Request:
     session_key: str | None = None
     tie_key: str | None = None  # decides between equal costs only: the user behind many sessions
     policy: str | None = None  # a policy asked for by name, already allowed
+    pool: Mapping[KeySpace, PoolPart] = field(default_factory=dict)  # what it holds of the prompt
+    may_hand_over: bool = False  # prefill and decode may be on different instances
+    stays_whole: bool = False  # a decode instance can't do it, not even alone

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import xxhash
 
 from moongate.router.cost import CostWeights, Pricing
-from moongate.router.model import Holder, Reason, Request, Role, Trust
+from moongate.router.model import Holder, PoolPart, Reason, Request, Role, Trust
 
 RandomBelow = Callable[[int], int]
 """Return an integer in [0, n): the only chance that a policy has."""
@@ -39,10 +39,21 @@ class Candidate(NamedTuple):
     recent_sessions: int = 0  # of the fleet's last sessions, those that began here
     overlap_tokens: int = 0  # confirmed and predicted
     confirmed_tokens: int = 0  # of these, said by the engine itself
+    pool: PoolPart | None = None  # what the pool has for it; None: nothing
+    fetch_ms_per_token: float = 0.0  # from there
 
     def having(self, overlap_tokens: int, confirmed_tokens: int) -> Candidate:
         """Return the candidate with this overlap."""
-        return Candidate(*self[:-2], overlap_tokens, confirmed_tokens)
+        return Candidate(*self[:8], overlap_tokens, confirmed_tokens, *self[10:])
+
+    def fetching(self, pool: PoolPart, fetch_ms_per_token: float) -> Candidate:
+        """Return the candidate with what it could get from the pool."""
+        return Candidate(*self[:10], pool, fetch_ms_per_token)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Return the tokens that it would get from the pool: what is there beyond its overlap."""
+        return max(self.pool.tokens - self.overlap_tokens, 0) if self.pool is not None else 0
 
 
 class Situation(NamedTuple):
@@ -208,22 +219,35 @@ class KvCost:
         worths = [
             c.overlap_tokens and c.overlap_tokens * worth_by_trust[c.trust] for c in candidates
         ]
+        reuses = worths if not situation.request.pool else [
+            worth if c.pool is None else max(worth, c.pool.tokens * c.pool.weight)
+            for c, worth in zip(candidates, worths, strict=True)
+        ]  # fmt: skip
         pricing = Pricing(
             weights=weights,
             tokens_per_ms=situation.tokens_per_ms,
             prompt_tokens=situation.prompt_tokens,
-            best_overlap_tokens=max(worths),
+            best_reuse_tokens=max(reuses),
             history_tokens=situation.history_tokens,
             departures=situation.departures,
         )
-        costs_ms = price_all(pricing, candidates, worths)
+        fetches_ms = [
+            pricing.fetch_ms(reuse - worth, c.fetch_ms_per_token)
+            for c, worth, reuse in zip(candidates, worths, reuses, strict=True)
+        ] if reuses is not worths else None  # fmt: skip
+        costs_ms = price_all(pricing, candidates, reuses, fetches_ms)
         tie_key = situation.request.tie_key
         # Equal costs go to whoever waited longest, so that an idle fleet fills evenly; and of those
         # never chosen to the first.
         tie = _last_chosen if tie_key is None else _by_session(tie_key)
         order = zip(costs_ms, map(tie, candidates), range(len(candidates)), strict=True)
         first = [n for _, _, n in heapq.nsmallest(situation.places, order)]
-        return [_with_terms(pricing, candidates[n], worths[n]) for n in first]
+        return [
+            _with_terms(
+                pricing, candidates[n], reuses[n], fetches_ms[n] if fetches_ms is not None else 0.0
+            )
+            for n in first
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,23 +306,26 @@ BUILT_IN: Mapping[str, type[Any]] = {
 
 
 def price_all(
-    pricing: Pricing, candidates: Sequence[Candidate], overlaps_tokens: Sequence[float]
+    pricing: Pricing,
+    candidates: Sequence[Candidate],
+    reuses_tokens: Sequence[float],
+    fetches_ms: Sequence[float] | None = None,
 ) -> list[float]:
     """Return what each candidate costs: to the last bit the sum of the terms that are shown.
 
     The load's terms are written out, and the prompt's are worked out once for all of equal weight and
-    overlap: this is the one loop over the fleet that computes anything.
+    reuse: this is the one loop over the fleet that computes anything. `fetches_ms` None: none fetches.
     """
     rate, active_ms = pricing.tokens_per_ms, pricing.weights.active_request_ms
     session_ms = 0.0 if pricing.history_tokens else pricing.weights.session_ms
     prompt_terms: dict[tuple[float, float], tuple[float, float, float]] = {}
     costs_ms: list[float] = []
-    for candidate, overlap_tokens in zip(candidates, overlaps_tokens, strict=True):
+    for candidate, reuse_tokens in zip(candidates, reuses_tokens, strict=True):
         weight = candidate.weight
-        terms = prompt_terms.get((weight, overlap_tokens))
+        terms = prompt_terms.get((weight, reuse_tokens))
         if terms is None:
-            terms = pricing.prompt_terms_ms(weight, overlap_tokens)
-            prompt_terms[weight, overlap_tokens] = terms
+            terms = pricing.prompt_terms_ms(weight, reuse_tokens)
+            prompt_terms[weight, reuse_tokens] = terms
         prefill, history, shared = terms
         costs_ms.append(
             candidate.queued_prefill_tokens / (rate * weight)
@@ -308,18 +335,26 @@ def price_all(
             + history
             + shared
         )
+    if fetches_ms is not None:
+        return [cost + fetch for cost, fetch in zip(costs_ms, fetches_ms, strict=True)]
     return costs_ms
 
 
-def _with_terms(pricing: Pricing, candidate: Candidate, overlap_tokens: float) -> Ranked:
+def _with_terms(
+    pricing: Pricing, candidate: Candidate, reuse_tokens: float, fetch_ms: float
+) -> Ranked:
     terms_ms = pricing.terms_ms(
         candidate.weight,
         candidate.queued_prefill_tokens,
         candidate.active_requests,
         candidate.recent_sessions,
-        overlap_tokens,
+        reuse_tokens,
+        fetch_ms,
+        from_disk=candidate.pool is not None and candidate.pool.on_disk,
     )
     reason = Reason.DEVICE_PREFIX if candidate.overlap_tokens else Reason.LOAD
+    if fetch_ms and candidate.pool_tokens > candidate.overlap_tokens:
+        reason = Reason.POOL_PREFIX
     return Ranked(candidate, reason, sum(terms_ms.values()), terms_ms)
 
 

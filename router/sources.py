@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from moongate.router.commands import Command, RequestReplay
+from moongate.router.commands import Command, NotePooled, RequestReplay
 from moongate.router.events import (
     BatchReceived,
     BlocksCleared,
@@ -28,7 +28,7 @@ from moongate.router.feed import Apply, Ask, Feed, FeedAction, Forget
 from moongate.router.fleet import InstanceState
 from moongate.router.index import OwnershipIndex
 from moongate.router.ledger import Ledger
-from moongate.router.model import Holder, InstanceId, SourceId, Tier, Trust
+from moongate.router.model import BlockHash, Holder, InstanceId, SourceId, Tier, Trust
 from moongate.router.settling import Settling
 
 SourceEvent = (
@@ -107,6 +107,8 @@ class Sources:
         match event:
             case BatchReceived():
                 actions = state.feed.received(event, now)
+                is_live = event.replay_id is None
+                return self._perform(event.source, state, instance, actions, is_live=is_live)
             case ReplayEnded():
                 actions = state.feed.replay_ended(event.replay_id, event.is_complete, now)
             case SourceLost():
@@ -169,7 +171,10 @@ class Sources:
         state: SourceState,
         instance: InstanceState,
         actions: Sequence[FeedAction],
+        *,
+        is_live: bool = False,
     ) -> list[Command]:
+        """Do what the feed says. `is_live`: what is applied was announced just now."""
         commands: list[Command] = []
         for action in actions:
             match action:
@@ -177,6 +182,8 @@ class Sources:
                     self._attribute(state, instance, action.rank)
                     for event in action.events:
                         self._apply(state, event)
+                    if is_live:
+                        commands += _pooled(state.ledger, source.instance_id, action.events)
                 case Forget():
                     state.ledger.clear()
                     self._index.forget_predictions(state.ledger.holder)
@@ -228,3 +235,15 @@ class Sources:
     def _known(self, holder: Holder) -> Holder:
         self._index.add_holder(holder)
         return holder
+
+
+def _pooled(
+    ledger: Ledger, instance_id: InstanceId, events: Sequence[KvEvent]
+) -> Iterator[NotePooled]:
+    """Yield what the events say of the shared pool. Whether it lasts there nobody announces."""
+    blocks: list[BlockHash] = []
+    for event in events:
+        if isinstance(event, BlocksStored) and event.tier is Tier.POOL:
+            blocks += ledger.names_of(event)
+    if blocks:
+        yield NotePooled(instance_id, blocks)

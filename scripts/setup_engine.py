@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Create the environment of the real engines and link it as `.venv-engine`.
+"""Create the environment of the real engines, `.venv-engine`.
 
 Responsible for the virtual environment with vLLM and Mooncake, and for saying which system
 libraries it lacks. The gateway's own `.venv` is none of its business, nor are the models. It runs
 with the system's Python and the standard library only.
 
-Clones share one environment for one lock: it lies in the cache directory under a name that is a
-hash of the lock and of Python's version, and each clone has a symbolic link to it. Neither a
+It has two layers. Clones share the lower one, which is large: it lies in the cache directory under a
+name that is a hash of the lock and of Python's version. The upper one is each clone's own
+`.venv-engine`, a virtual environment that holds nothing but this project, in place, and a path to
+the lower one's packages; so each clone's engines load its own plugin. Neither a
 compiler nor Python's headers are needed: the engines run with --enforce-eager, which compiles
 nothing at run time. They do need the program `lscpu` (tried with nothing but it and `sh` on PATH).
 """
@@ -30,7 +32,8 @@ from pathlib import Path
 from engine_cache import Progress, SetupError, build_once, cache_folder, run_main
 
 PROJECT = Path(__file__).resolve().parent.parent
-LINK_NAME = ".venv-engine"
+LAYER_NAME = ".venv-engine"
+LAYER_READY = ".ready"
 PYTHON_OLDEST = (3, 11)
 DISK_FREE_GIB_MIN = 6  # 3.6 GB installed, and pip unpacks the wheels beside it.
 QUIET_S_MAX = 15.0  # Say something at least this often while pip is silent.
@@ -60,6 +63,13 @@ import torch, mooncake.engine
 from importlib.metadata import version
 assert torch.cuda.is_available(), "torch finds no GPU; set MOONGATE_ENGINE_CPU=1 to use the CPU"
 print("vLLM", version("vllm"), "with torch", torch.__version__)
+"""
+
+# Run by the finished interpreter, as vLLM does it.
+CHECK_PLUGIN = """
+from importlib.metadata import entry_points
+(plugin,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "moongate"]
+plugin.load()()
 """
 
 
@@ -221,27 +231,63 @@ def _tail(text: str, lines: int = 15) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
-def link_environment(folder: Path, link: Path) -> None:
-    """Make `link` point to `folder`, replacing an older link but never anything else."""
-    if link.is_symlink():
-        if Path(os.readlink(link)) == folder:
-            return
-    elif link.exists():
+def make_layer(base: Path, layer: Path, progress: Progress) -> None:
+    """Make `layer` an environment with the packages of `base` and this project, in place.
+
+    An older link or layer is replaced, never anything else.
+    """
+    if layer.is_symlink():
+        layer.unlink()  # As this script made them when environments had one layer.
+    elif layer.exists() and not (layer / "pyvenv.cfg").exists():
         raise SetupError(
-            f"{link} is not a symbolic link, so it wasn't made by this script; move"
-            " it away and run this again"
+            f"{layer} is no virtual environment, so it wasn't made by this script; move it away"
+            " and run this again"
         )
-    # Renaming over the old link leaves no moment without one.
-    fresh = link.with_name(f"{link.name}.{os.getpid()}")
-    fresh.symlink_to(folder)
-    fresh.replace(link)
+    (layer / LAYER_READY).unlink(missing_ok=True)
+    progress.say(f"installing the engine plugin into {layer}")
+    # Cleared, so that nothing of an older base is left.
+    python = base / "bin" / "python"
+    _run([str(python), "-m", "venv", "--clear", "--without-pip", str(layer)], "venv failed")
+    _show_packages(base, layer)
+    # Without its dependencies, which are the gateway's: an engine needs none of them, and pip may
+    # not touch vLLM's own.
+    options = ("--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
+    mine = str(layer / "bin" / "python")
+    _run(
+        [
+            str(python),
+            "-m",
+            "pip",
+            "--python",
+            mine,
+            "install",
+            *options,
+            "--editable",
+            str(PROJECT),
+        ],
+        "pip could not install this project into the engine environment",
+    )
+    # -P: marks of an older installation in the current folder would hide this one.
+    _run([mine, "-P", "-c", CHECK_PLUGIN], "the engine plugin doesn't load")
+    (layer / LAYER_READY).touch()
+
+
+def _show_packages(base: Path, layer: Path) -> None:
+    """Let `layer` import what `base` has, and run its programs."""
+    packages = Path("lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
+    (layer / packages / "engine-base.pth").write_text(f"{base / packages}\n", encoding="utf-8")
+    for program in (base / "bin").iterdir():
+        mine = layer / "bin" / program.name
+        if program.is_file() and not mine.exists() and not program.name.startswith("pip"):
+            mine.symlink_to(program)
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Create the environment of the real engines (vLLM, Mooncake) in the shared"
-        f" cache directory and link it as {LINK_NAME}. Takes about 2 minutes and 3.6 GB the first"
-        " time. Exit codes: 0 done, 1 failed, 2 wrong arguments.",
+        f" cache directory, and {LAYER_NAME} on top of it with this clone's plugin. Takes about 2"
+        " minutes and 3.6 GB the first time, then seconds. Exit codes: 0 done, 1 failed, 2 wrong"
+        " arguments.",
         epilog="Environment: MOONGATE_CACHE_DIR (default ~/.cache/moongate); MOONGATE_ENGINE_CPU=1"
         " takes the CPU build although there is a GPU.",
     )
@@ -258,14 +304,14 @@ def main() -> int:
     progress = Progress(sys.stdout)
     if sys.version_info < PYTHON_OLDEST:
         raise SetupError(f"Python {sys.version.split()[0]} is too old; 3.11 or later is needed")
-    link = PROJECT / LINK_NAME
     recipe = choose_recipe()
     require_system_packages(arguments.install_system_packages, progress)
     key = recipe.key()
     folder = cache_folder() / f"engine-{key}"
     build_once(folder, key, partial(build_environment, recipe, progress), progress)
-    link_environment(folder, link)
-    progress.say(f"the {recipe.kind} engine environment is ready: {link} -> {folder}")
+    layer = PROJECT / LAYER_NAME
+    make_layer(folder, layer, progress)
+    progress.say(f"the {recipe.kind} engine environment is ready: {layer}, on top of {folder}")
     return 0
 
 

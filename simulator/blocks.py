@@ -99,6 +99,15 @@ class BlockStored:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolBlockStored:
+    """One full block was put into the shared pool, where it had not been."""
+
+    digest: BlockDigest
+    parent: BlockDigest | None
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockRemoved:
     """One physical copy of a cached block was evicted; other copies may remain."""
 
@@ -110,7 +119,7 @@ class AllBlocksCleared:
     """The whole cache was reset."""
 
 
-KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+KvEvent = BlockStored | PoolBlockStored | BlockRemoved | AllBlocksCleared
 
 
 class TokenSequence:
@@ -288,13 +297,19 @@ class BlockPool:
         )
 
     def allocate_slots(
-        self, sequence: TokenSequence, tokens: int, reused: Sequence[int] = ()
+        self,
+        sequence: TokenSequence,
+        tokens: int,
+        reused: Sequence[int] = (),
+        *,
+        is_cached: bool = True,
     ) -> bool:
         """Give `sequence` room for its first `tokens` tokens; change nothing and say False if full.
 
         `reused` is the prefix that `find_cached_prefix` just returned, for a sequence that holds
         nothing yet. Blocks that the `tokens` fill are cached here, when they are scheduled, not
         when they have been computed: a later request in the same step may already reuse them.
+        Unless `is_cached` is False: what comes from elsewhere is cached when it has come.
         """
         assert not (reused and sequence.block_ids), "only a new sequence reuses a prefix"
         if not self.has_room(sequence, tokens, reused):
@@ -304,8 +319,13 @@ class BlockPool:
         sequence.block_ids.extend(reused)
         sequence.cached_blocks = max(sequence.cached_blocks, len(reused))
         sequence.block_ids.extend(self._take_blocks(missing))
-        self._cache_full_blocks(sequence, tokens // self.block_size_tokens)
+        if is_cached:
+            self.cache_blocks(sequence, tokens)
         return True
+
+    def cache_blocks(self, sequence: TokenSequence, tokens: int) -> None:
+        """Enter the blocks that the first `tokens` tokens fill in the cache."""
+        self._cache_full_blocks(sequence, tokens // self.block_size_tokens)
 
     def free(self, sequence: TokenSequence) -> None:
         """Let go of the blocks of `sequence`: the tail is evicted before what it builds on.

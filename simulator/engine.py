@@ -12,17 +12,23 @@ first served, as long as token budget, places and blocks last. If a running requ
 the last running one is preempted: it loses its blocks and goes to the head of the queue, and no
 request is admitted in that step.
 
-State changes when a step is *started*: what it returns holds from `ends_at` on, and the driver must
-not tell anybody before. Limits: `max_num_seqs` running; the waiting queue has none, as in vLLM: the
-gateway in front is what must bound it.
+A request part of whose KV is elsewhere, in a shared pool or at a prefill engine, gets its blocks and is
+*parked* until it is here (`loading.py`); the steps of others go on. Then it is *loaded*, and the next
+to run. A prefill that was made for a decoder keeps its blocks after its end: they are *held* until
+`release`.
 
-Source: vLLM 0.32.0 `v1/core/sched/scheduler.py` (policy `fcfs`, no speculation, no connector).
+State changes when a step is *started*: what it returns holds from `ends_at` on, and the driver must
+not tell anybody before, but for `receives`, which it starts at once. What happens by itself between
+steps, happens in the first step from `wakes_at()` on. Limits: `max_num_seqs` running; the waiting
+queue has none, as in vLLM: the gateway in front is what must bound it.
+
+Source: vLLM 0.32.0 `v1/core/sched/scheduler.py` (policy `fcfs`, no speculation).
 """
 
 import enum
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moongate.simulator.blocks import (
@@ -37,6 +43,10 @@ from moongate.simulator.blocks import (
     hash_block,
     make_root_digest,
 )
+from moongate.simulator.loading import Link, LoadingArea
+from moongate.simulator.pooling import SharedPool
+from moongate.simulator.statistics import Counters, EngineStatistics, PrefillOrigin
+from moongate.simulator.transfer import Handoff, NixlSource, Receive, Send
 
 Sampler = Callable[[bytes, int], int]
 """(seed of the answer, index of the token in the answer) -> token id."""
@@ -62,6 +72,14 @@ class EngineProfile:
     """Prompt and answer together at most."""
     step_overhead_ms: float = 1.0
     """Added to each step: scheduling, launching, sampling."""
+    kv_bytes_per_token: int = 131_072
+    """KV of one token, all layers together: a model of 8 G parameters has this much."""
+    kv_link_bytes_per_s: float = 10e9
+    """How fast KV comes from a pool or from a prefill engine."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.kv_bytes_per_token * self.block_size_tokens
 
     def __post_init__(self) -> None:
         """Raises ValueError for a profile that no engine could start with."""
@@ -89,6 +107,8 @@ def _require_positive(profile: EngineProfile) -> None:
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_model_len_tokens",
+        "kv_bytes_per_token",
+        "kv_link_bytes_per_s",
     ):
         if not getattr(profile, name) > 0:
             raise ValueError(f"{name} must be more than 0, got {getattr(profile, name)}")
@@ -115,6 +135,8 @@ class EngineRequest:
     """Tells the answers to one prompt apart when several are asked for."""
     namespace: CacheNamespace = NO_NAMESPACE
     session_id: str | None = None
+    handoff: Handoff | None = None
+    """Of a request whose prefill and decode are done by two engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +146,7 @@ class TokenOutput:
     request_id: str
     token_id: int
     cached_tokens: int
-    """Prompt tokens that were reused when the request was first admitted."""
+    """Prompt tokens that were reused, or came from elsewhere, when the request was first admitted."""
     finish_reason: FinishReason | None
 
 
@@ -138,26 +160,9 @@ class StepResult:
     """To be published before the outputs are sent."""
     prefill_tokens: int
     decode_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """Gauges now, and counters since the start."""
-
-    running_requests: int
-    waiting_requests: int
-    kv_cache_usage: float
-    """0.0 to 1.0"""
-    prefix_queries_tokens: int
-    """Tokens of the requests admitted so far, preempted ones counted once."""
-    prefix_hits_tokens: int
-    """Those of them that were reused."""
-    prompt_tokens: int
-    """Prompt tokens of requests that sampled their first token."""
-    generation_tokens: int
-    preemptions: int
-    finished_requests: Mapping[str, int]
-    """By finish reason, `abort` included."""
+    receives: tuple[EngineRequest, ...] = ()
+    """Requests whose KV is to be asked for now, not at `ends_at`; each ends in `kv_arriving` or
+    `kv_failed`."""
 
 
 def make_sampler(vocabulary: Sequence[int]) -> Sampler:
@@ -177,7 +182,17 @@ def make_sampler(vocabulary: Sequence[int]) -> Sampler:
 class _Generation:
     """A submitted request and how far it is."""
 
-    __slots__ = ("cached_tokens", "computed_tokens", "output_tokens", "request", "seed", "tokens")
+    __slots__ = (
+        "computed_tokens",
+        "has_received",
+        "origin",
+        "output_tokens",
+        "prefill_end_tokens",
+        "request",
+        "seed",
+        "stored_blocks",
+        "tokens",
+    )
 
     def __init__(self, request: EngineRequest, tokens: TokenSequence, seed: bytes) -> None:
         self.request = request
@@ -185,7 +200,10 @@ class _Generation:
         self.seed = seed
         self.computed_tokens = 0
         self.output_tokens = 0
-        self.cached_tokens: int | None = None  # unknown until first admitted
+        self.origin: PrefillOrigin | None = None  # unknown until first admitted
+        self.has_received = False  # a prompt is asked for once, whatever comes of it
+        self.prefill_end_tokens = 0  # of the tokens as they were when last admitted
+        self.stored_blocks = 0  # leading blocks that were given to the pool since then
 
     @property
     def uncomputed_tokens(self) -> int:
@@ -200,10 +218,20 @@ class _Generation:
 class _Batch:
     """Who computes how many tokens in the step being put together."""
 
-    __slots__ = ("budget_tokens", "decode_tokens", "has_preempted", "prefill_tokens", "work")
+    __slots__ = (
+        "budget_tokens",
+        "decode_tokens",
+        "has_preempted",
+        "now",
+        "prefill_tokens",
+        "receives",
+        "work",
+    )
 
-    def __init__(self, budget_tokens: int) -> None:
+    def __init__(self, budget_tokens: int, now: float) -> None:
         self.budget_tokens = budget_tokens
+        self.now = now
+        self.receives: list[EngineRequest] = []
         self.work: list[tuple[_Generation, int]] = []
         self.prefill_tokens = 0
         self.decode_tokens = 0
@@ -216,17 +244,6 @@ class _Batch:
             self.decode_tokens += tokens
         else:
             self.prefill_tokens += tokens
-
-
-@dataclass(slots=True)
-class _Counters:
-    """What `EngineStatistics` reports as counters, in the making."""
-
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
 
 
 def _answer_seed(request: EngineRequest, tokens: TokenSequence, root: BlockDigest) -> bytes:
@@ -249,7 +266,15 @@ class EngineModel:
         sample_token: Sampler | None = None,
         hash_seed: str = DEFAULT_HASH_SEED,
         hasher: BlockHasher = hash_block,
+        shared_pool: SharedPool | None = None,
+        has_connector: bool = False,
+        recomputes_failed_loads: bool = False,
     ) -> None:
+        """`has_connector`: KV may come from elsewhere, if only by a hand-off.
+
+        `recomputes_failed_loads`: what else than to end a request with an error if its KV does not
+        come (`kv_load_failure_policy`).
+        """
         self.profile = profile
         self.pool = BlockPool(profile.blocks, profile.block_size_tokens)
         self._sample_token = sample_token or make_sampler(range(256))
@@ -258,8 +283,16 @@ class EngineModel:
         self._generations: dict[str, _Generation] = {}
         self._running: list[_Generation] = []
         self._waiting: deque[_Generation] = deque()
-        self._counters = _Counters()
-        self._finished = {"length": 0, "stop": 0, "abort": 0}
+        self._parked: dict[str, _Generation] = {}
+        self._loaded: deque[_Generation] = deque()
+        self._held: dict[str, TokenSequence] = {}
+        self._loading = LoadingArea()
+        self._link = Link(profile.kv_link_bytes_per_s)
+        self._shared_pool = shared_pool
+        self._has_connector = has_connector or shared_pool is not None
+        self._recomputes_failed_loads = recomputes_failed_loads
+        self._pool_events: list[KvEvent] = []
+        self._counters = Counters()
         self._now = float("-inf")
         self._busy_until = float("-inf")
 
@@ -289,55 +322,118 @@ class EngineModel:
         generation = self._generations.get(request_id)
         if generation is None:
             return False
-        if generation in self._running:
-            self._running.remove(generation)
-        else:
-            self._waiting.remove(generation)
-        self._end(generation, "abort")
+        if request_id in self._parked:
+            self._loading.abandon(request_id)
+            self._forget(generation, "abort")
+            return True
+        for queue in (self._running, self._loaded, self._waiting):
+            if generation in queue:
+                queue.remove(generation)
+        self.pool.free(generation.tokens)
+        self._forget(generation, "abort")
         return True
+
+    def is_loading(self, request_id: str) -> bool:
+        """Return whether it is parked, or was when it was cancelled."""
+        return request_id in self._parked
+
+    def kv_arriving(self, request_id: str, now: float) -> None:
+        """The prefill engine begins to send the prompt's KV of a request that is in `receives`."""
+        self._advance(now)
+        tokens = self._parked[request_id].tokens
+        lacking_blocks = len(tokens.block_ids) - tokens.cached_blocks
+        arrives_at = self._link.carry(lacking_blocks * self.profile.block_bytes, now)
+        self._loading.set_arrival(request_id, arrives_at)
+
+    def kv_failed(self, request_id: str, now: float) -> bool:
+        """The prompt's KV will not come. Return whether that ended the request with an error."""
+        self._advance(now)
+        generation = self._parked.pop(request_id)
+        is_wanted = self._loading.remove(request_id)
+        self.pool.free(generation.tokens)
+        if not is_wanted:
+            return False
+        if self._recomputes_failed_loads:
+            generation.computed_tokens = 0
+            self._waiting.appendleft(generation)
+            return False
+        self._forget(generation, "error")
+        return True
+
+    def held_block_ids(self, request_id: str) -> tuple[int, ...] | None:
+        """Return the blocks that a finished prefill holds; None if it holds none."""
+        tokens = self._held.get(request_id)
+        return None if tokens is None else tuple(tokens.block_ids)
+
+    def release(self, request_id: str, now: float) -> None:
+        """Free what a finished prefill holds."""
+        self._advance(now)
+        self.pool.free(self._held.pop(request_id))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; refused (False) while a request holds one."""
         return self.pool.reset()
 
     def step(self, now: float) -> StepResult | None:
-        """Start one step, not before the last one is over; None when nothing is to be computed.
+        """Start one step, not before the last one is over; None when there is nothing to do.
 
-        An idle engine keeps the events of a reset back until its next step, as vLLM does.
+        An idle engine keeps the events of a reset back until its next step, as vLLM does. A step
+        that computes nothing, but asks for KV or tells what was stored, takes no time.
         """
         self._advance(now)
         assert now >= self._busy_until, (now, self._busy_until)
-        batch = _Batch(self.profile.max_num_batched_tokens)
+        self._settle(now)
+        batch = _Batch(self.profile.max_num_batched_tokens, now)
         self._schedule_running(batch)
         if not batch.has_preempted:
             self._schedule_waiting(batch)
-        if not batch.work:
+        if not (batch.work or batch.receives or self._pool_events):
             return None
         self._busy_until = now + self._duration_s(batch)
         outputs = [self._compute(generation, tokens) for generation, tokens in batch.work]
         return StepResult(
             ends_at=self._busy_until,
             outputs=tuple(output for output in outputs if output is not None),
-            events=self.pool.take_events(),
+            events=self._take_events(),
             prefill_tokens=batch.prefill_tokens,
             decode_tokens=batch.decode_tokens,
+            receives=tuple(batch.receives),
         )
+
+    def wakes_at(self) -> float | None:
+        """Return when an idle engine has a next step to do; None: not by itself."""
+        return self._loading.next_arrival_at()
 
     # -- what it shows ------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        counters = self._counters
-        return EngineStatistics(
-            running_requests=len(self._running),
-            waiting_requests=len(self._waiting),
-            kv_cache_usage=self.pool.usage,
-            prefix_queries_tokens=counters.prefix_queries_tokens,
-            prefix_hits_tokens=counters.prefix_hits_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            preemptions=counters.preemptions,
-            finished_requests=dict(self._finished),
-        )
+        parked = self._loading.wanted_requests
+        waiting = len(self._waiting) + len(self._loaded) + parked
+        return self._counters.report(len(self._running), waiting, self.pool.usage)
+
+    # -- what happens by itself ---------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Let in what is here, and put into the pool what has been computed."""
+        for request_id in self._loading.arrived(now):
+            generation = self._parked.pop(request_id)
+            if self._loading.remove(request_id):
+                self._finish_load(generation)
+            else:
+                self.pool.free(generation.tokens)
+        if self._shared_pool is not None:
+            self._pool_events += self._shared_pool.settle(now)
+
+    def _finish_load(self, generation: _Generation) -> None:
+        self.pool.cache_blocks(generation.tokens, generation.computed_tokens)
+        if not generation.uncomputed_tokens:
+            generation.computed_tokens -= 1  # the last one is computed to sample from it
+        self._loaded.append(generation)
+
+    def _take_events(self) -> tuple[KvEvent, ...]:
+        events = (*self._pool_events, *self.pool.take_events())
+        self._pool_events.clear()
+        return events
 
     # -- scheduling ---------------------------------------------------------------------------
 
@@ -368,37 +464,85 @@ class EngineModel:
         self._counters.preemptions += 1
 
     def _schedule_waiting(self, batch: _Batch) -> None:
-        while (
-            self._waiting
-            and batch.budget_tokens > 0
-            and len(self._running) < self.profile.max_num_seqs
-            and self._admit(self._waiting[0], batch)
-        ):
-            self._running.append(self._waiting.popleft())
+        while self._has_place(batch) and self._loaded:
+            self._run(self._loaded.popleft(), batch)
+        while self._has_place(batch) and self._waiting and self._admit(self._waiting[0], batch):
+            pass
+
+    def _has_place(self, batch: _Batch) -> bool:
+        return batch.budget_tokens > 0 and len(self._running) < self.profile.max_num_seqs
 
     def _admit(self, generation: _Generation, batch: _Batch) -> bool:
-        """Reuse what is cached and allocate the first chunk; False, and no change, if full.
+        """Reuse what is cached, and run or park the first waiting request; False if it is too big.
 
         All its tokens must fit, not only the first chunk: otherwise several long prompts would be
         admitted together and then preempt each other (`scheduler_reserve_full_isl`).
         """
         tokens = generation.tokens
         reused = self.pool.find_cached_prefix(tokens)
-        reused_tokens = len(reused) * self.profile.block_size_tokens
-        chunk_tokens = min(len(tokens) - reused_tokens, batch.budget_tokens)
         if not self.pool.has_room(tokens, len(tokens), reused):
             return False
-        has_slots = self.pool.allocate_slots(tokens, reused_tokens + chunk_tokens, reused)
-        assert has_slots, "room for all tokens is room for the first ones"
-        generation.computed_tokens = reused_tokens
-        if generation.cached_tokens is None:
-            generation.cached_tokens = reused_tokens
-            self._counters.prefix_queries_tokens += len(tokens)
-            self._counters.prefix_hits_tokens += reused_tokens
-        batch.add(generation, chunk_tokens)
+        self._waiting.popleft()
+        generation.computed_tokens = len(reused) * self.profile.block_size_tokens
+        origin = self._find_external(generation)
+        if generation.origin is None:
+            generation.origin = origin
+            self._counters.count_admission(len(tokens), origin, has_connector=self._has_connector)
+        generation.prefill_end_tokens = len(tokens)
+        generation.stored_blocks = 0
+        if origin.external_tokens:
+            self._park(generation, reused, origin.external_tokens, batch)
+        else:
+            self._run(generation, batch, reused)
         return True
 
+    def _find_external(self, generation: _Generation) -> PrefillOrigin:
+        """Return what of a request is computed already, and what of the rest is elsewhere."""
+        local_tokens, tokens = generation.computed_tokens, generation.tokens
+        handoff = generation.request.handoff
+        if isinstance(handoff, Receive) and not generation.has_received:
+            source = "external_unspecified" if isinstance(handoff.source, NixlSource) else "p2p"
+            return PrefillOrigin(local_tokens, len(tokens) - local_tokens, source)
+        if self._shared_pool is None:
+            return PrefillOrigin(local_tokens, 0)
+        size = self.profile.block_size_tokens
+        first, last = local_tokens // size, (len(tokens) - 1) // size
+        return PrefillOrigin(
+            local_tokens, self._shared_pool.take_prefix(tokens, first, last) * size
+        )
+
+    def _park(
+        self, generation: _Generation, reused: Sequence[int], external_tokens: int, batch: _Batch
+    ) -> None:
+        """Give a request all its blocks and wait for the KV that is elsewhere.
+
+        *Why* all: two that are loaded and lack room for the rest would block each other for ever.
+        """
+        tokens, request = generation.tokens, generation.request
+        has_slots = self.pool.allocate_slots(tokens, len(tokens), reused, is_cached=False)
+        assert has_slots, "there was room for all"
+        generation.computed_tokens += external_tokens
+        self._parked[request.request_id] = generation
+        if isinstance(request.handoff, Receive) and not generation.has_received:
+            generation.has_received = True
+            self._loading.park(request.request_id, arrives_at=None)
+            batch.receives.append(request)
+        else:
+            size_bytes = external_tokens * self.profile.kv_bytes_per_token
+            self._loading.park(request.request_id, self._link.carry(size_bytes, batch.now))
+
+    def _run(self, generation: _Generation, batch: _Batch, reused: Sequence[int] = ()) -> None:
+        """Compute the first chunk of what is not computed."""
+        chunk_tokens = min(generation.uncomputed_tokens, batch.budget_tokens)
+        last_token = generation.computed_tokens + chunk_tokens
+        has_slots = self.pool.allocate_slots(generation.tokens, last_token, reused)
+        assert has_slots, "room for all tokens is room for the first ones"
+        batch.add(generation, chunk_tokens)
+        self._running.append(generation)
+
     def _duration_s(self, batch: _Batch) -> float:
+        if not batch.work:
+            return 0.0
         duration_s = self.profile.step_overhead_ms / 1000
         duration_s += batch.prefill_tokens / self.profile.prefill_tokens_per_s
         if batch.decode_tokens:
@@ -410,11 +554,12 @@ class EngineModel:
     def _compute(self, generation: _Generation, tokens: int) -> TokenOutput | None:
         """Count `tokens` as computed; sample one if that was all of them."""
         generation.computed_tokens += tokens
+        self._store(generation)
         if generation.uncomputed_tokens:
             return None
-        assert generation.cached_tokens is not None, "admitted before it computes"
+        assert generation.origin is not None, "admitted before it computes"
         if not generation.output_tokens:
-            self._counters.prompt_tokens += len(generation.tokens)
+            self._counters.count_first_token(len(generation.tokens), generation.origin)
         token_id = self._sample_token(generation.seed, generation.output_tokens)
         generation.tokens.append(token_id)
         generation.output_tokens += 1
@@ -422,10 +567,23 @@ class EngineModel:
         finish_reason = self._finish_reason(generation)
         if finish_reason is not None:
             self._running.remove(generation)
-            self._end(generation, finish_reason.value)
+            self._finish(generation, finish_reason)
         return TokenOutput(
-            generation.request.request_id, token_id, generation.cached_tokens, finish_reason
+            generation.request.request_id, token_id, generation.origin.cached_tokens, finish_reason
         )
+
+    def _store(self, generation: _Generation) -> None:
+        """Give the pool the blocks of the prompt that are computed when this step is over.
+
+        All of them, and it takes those that it lacks: what was reused here may have been evicted
+        there.
+        """
+        if self._shared_pool is None:
+            return
+        tokens = min(generation.computed_tokens, generation.prefill_end_tokens)
+        last, first = tokens // self.profile.block_size_tokens, generation.stored_blocks
+        generation.stored_blocks = max(first, last)
+        self._shared_pool.put_later(generation.tokens, first, last, self._busy_until)
 
     def _finish_reason(self, generation: _Generation) -> FinishReason | None:
         request = generation.request
@@ -437,11 +595,24 @@ class EngineModel:
             return FinishReason.LENGTH
         return None
 
-    def _end(self, generation: _Generation, reason: str) -> None:
-        self.pool.free(generation.tokens)
+    def _finish(self, generation: _Generation, reason: FinishReason) -> None:
+        if _is_held(generation.request.handoff, reason):
+            self._held[generation.request.request_id] = generation.tokens
+        else:
+            self.pool.free(generation.tokens)
+        self._forget(generation, reason.value)
+
+    def _forget(self, generation: _Generation, reason: str) -> None:
         del self._generations[generation.request.request_id]
-        self._finished[reason] += 1
+        self._counters.finished_requests[reason] += 1
 
     def _advance(self, now: float) -> None:
         assert now >= self._now, ("time runs forward", now, self._now)
         self._now = now
+
+
+def _is_held(handoff: Handoff | None, reason: FinishReason) -> bool:
+    """Return whether a prefill that ended like this keeps its blocks for a decoder."""
+    if not isinstance(handoff, Send):
+        return False
+    return reason is FinishReason.LENGTH or handoff.holds_when_stopped

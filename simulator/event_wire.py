@@ -21,10 +21,14 @@ from moongate.simulator.blocks import (
     BlockStored,
     ExtraKeys,
     KvEvent,
+    PoolBlockStored,
 )
 
 MEDIUM = "GPU"
 """What the engine calls the tier of its own cache, whatever the hardware."""
+
+POOL_MEDIUM = "cpu"
+"""What the store connector calls the shared pool, in lower case."""
 
 GROUP_INDEX = 0
 """The simulated model has one KV cache group, of full attention."""
@@ -91,6 +95,8 @@ class BatchEncoder:
         match event:
             case BlockStored():
                 return self._stored_as_map(event)
+            case PoolBlockStored():
+                return self._pooled_as_map(event)
             case BlockRemoved():
                 return {
                     "type": "BlockRemoved",
@@ -107,7 +113,7 @@ class BatchEncoder:
         fields: dict[str, Any] = {
             "type": "BlockStored",
             "block_hashes": [self._digest(digest) for digest in event.digests],
-            "parent_block_hash": self._parent(event),
+            "parent_block_hash": self._parent(event.parent),
             "token_ids": event.token_ids,
             "block_size": self._block_size_tokens,
             "lora_id": None,  # deprecated, but without a default, so it is always there
@@ -121,10 +127,31 @@ class BatchEncoder:
             fields["session_id"] = event.session_id
         return fields
 
+    def _pooled_as_map(self, event: PoolBlockStored) -> dict[str, Any]:
+        return {
+            "type": "BlockStored",
+            **self._pooled_fields(event),
+            "group_idx": GROUP_INDEX,
+        }
+
+    def _pooled_fields(self, event: PoolBlockStored) -> dict[str, Any]:
+        """Return the fields that both forms have, in their order: the connector fills no others."""
+        return {
+            "block_hashes": [self._digest(event.digest)],
+            "parent_block_hash": self._parent(event.parent),
+            "token_ids": event.token_ids,
+            "block_size": self._block_size_tokens,
+            "lora_id": None,
+            "medium": POOL_MEDIUM,
+            "lora_name": None,
+        }
+
     def _as_array(self, event: KvEvent) -> list[Any]:
         match event:
             case BlockStored():
                 return self._stored_as_array(event)
+            case PoolBlockStored():
+                return ["BlockStored", *self._pooled_fields(event).values()]
             case BlockRemoved():
                 return ["BlockRemoved", [self._digest(event.digest)], MEDIUM]
             case AllBlocksCleared():
@@ -136,7 +163,7 @@ class BatchEncoder:
         fields: list[Any] = [
             "BlockStored",
             [self._digest(digest) for digest in event.digests],
-            self._parent(event),
+            self._parent(event.parent),
             event.token_ids,
             self._block_size_tokens,
             None,  # lora_id
@@ -147,8 +174,8 @@ class BatchEncoder:
             fields.append([_untagged(keys) for keys in event.extra_keys])
         return fields
 
-    def _parent(self, event: BlockStored) -> int | bytes | None:
-        return None if event.parent is None else self._digest(event.parent)
+    def _parent(self, parent: BlockDigest | None) -> int | bytes | None:
+        return None if parent is None else self._digest(parent)
 
     def _digest(self, digest: BlockDigest) -> int | bytes:
         return external_digest(digest, self._digest_form)

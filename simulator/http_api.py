@@ -6,11 +6,12 @@ what is generated (`engine.py`).
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
@@ -20,11 +21,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive as Receive_
+from starlette.types import Scope
+from starlette.types import Send as Send_
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, RenderError
 from moongate.simulator import openai_wire
 from moongate.simulator.blocks import CacheNamespace
+from moongate.simulator.debugging import Debugging, ReceivedRequest
 from moongate.simulator.engine import EngineRequest, TokenOutput
 from moongate.simulator.metrics_wire import render_metrics
 from moongate.simulator.openai_wire import (
@@ -36,7 +40,22 @@ from moongate.simulator.openai_wire import (
     Json,
     Usage,
 )
-from moongate.simulator.runner import AbortedError, EngineDeadError, Generation, RankRunner
+from moongate.simulator.runner import (
+    AbortedError,
+    EngineDeadError,
+    Generation,
+    GenerationFailedError,
+    RankRunner,
+)
+from moongate.simulator.transfer import (
+    EngineFatalError,
+    Handoff,
+    HandoffSettings,
+    NixlSource,
+    Receive,
+    Send,
+    nixl_answer,
+)
 
 VERSION = "0.32.0+moongate-sim"
 """The release whose wire is spoken, marked so that nobody takes it for the real thing."""
@@ -46,6 +65,9 @@ TOKEN_ID_MAX = 2**32 - 1
 
 CLIENT_CLOSED_STATUS = 499
 """Status of an answer that nobody reads: the client left while it sent its body."""
+
+_Reader = Callable[[Json], Awaitable[tuple[GenerateOptions, list[list[int]]]]]
+"""A body -> what it asks for, and its prompts as ids. Raises ApiError."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,9 +93,14 @@ class _Answers:
         places: Mapping[str, tuple[int, int]],
         prompts: Sequence[Sequence[int]],
         decode: Callable[[Sequence[int]], str],
+        cached_elsewhere_tokens: int | None = None,
     ) -> None:
-        """`places`: engine request id -> (index of its prompt, index of its answer)."""
+        """`places`: engine request id -> (index of its prompt, index of its answer).
+
+        `cached_elsewhere_tokens`: what a prefill engine had cached, told in place of our own.
+        """
         self.prompts = prompts
+        self._cached_elsewhere_tokens = cached_elsewhere_tokens
         self._places = places
         self._decode = decode
         self._token_ids: list[list[int]] = [[] for _ in places]
@@ -116,10 +143,13 @@ class _Answers:
     def usage(self) -> Usage:
         """Usage of all answers. Cached tokens are those of the last prompt, as in vLLM."""
         choices_per_prompt = len(self._places) // len(self.prompts)
+        cached_tokens = self._cached_elsewhere_tokens
+        if cached_tokens is None:
+            cached_tokens = self._cached_tokens[-choices_per_prompt]
         return Usage(
             prompt_tokens=sum(len(prompt) for prompt in self.prompts),
             completion_tokens=sum(len(token_ids) for token_ids in self._token_ids),
-            cached_tokens=self._cached_tokens[-choices_per_prompt],
+            cached_tokens=cached_tokens,
         )
 
     def choices(self) -> list[Choice]:
@@ -145,8 +175,18 @@ class SimApi:
         renderer: ModelRenderer,
         runners: Mapping[int, RankRunner],
         kv_event_sources: Callable[[], Json],
+        *,
+        handoffs: HandoffSettings,
+        handoff_address: tuple[str, int],
+        debugging: Debugging,
     ) -> None:
-        """`runners` by global rank; `kv_event_sources` is asked when the route is called."""
+        """`runners` by global rank; `kv_event_sources` is asked when the route is called.
+
+        `handoff_address`: host and port where decoders come to.
+        """
+        self._handoffs = handoffs
+        self._handoff_address = handoff_address
+        self._debugging = debugging
         self._model = model
         self._renderer = renderer
         self._runners = runners
@@ -167,12 +207,14 @@ class SimApi:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/kv_event_sources", self.kv_event_sources, methods=["GET"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+            Route("/sim/requests", self.sim_requests, methods=["GET"]),
         ]
         # /v1/embeddings and the like get a 404: a generate-only vLLM doesn't register them either.
         handlers: dict[Any, Any] = {
             ApiError: _on_api_error,
             HTTPException: _on_http_exception,
             EngineDeadError: _on_engine_dead,
+            GenerationFailedError: _on_generation_failed,
             ClientDisconnect: _on_client_left,
         }
         return Starlette(routes=routes, exception_handlers=handlers)
@@ -180,7 +222,27 @@ class SimApi:
     # -- generating ---------------------------------------------------------------------------
 
     async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, self._read_chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, self._read_completion)
+
+    async def _generate(self, request: Request, read: _Reader) -> Response:
         body = await _read_body(request)
+        await self._meet_fault(ReceivedRequest(request.url.path, dict(request.headers), body))
+        runner: RankRunner | None = None
+        try:
+            options, prompts = await read(body)
+            for prompt in prompts:
+                self._check_prompt(prompt)
+            runner = self._runners[self._rank(request)]
+        except ApiError:
+            self._decline(body, runner or next(iter(self._runners.values())))
+            raise
+        handoff = self._read_handoff(options, runner)
+        return await self._answer(request, options, prompts, runner, handoff)
+
+    async def _read_chat(self, body: Json) -> tuple[GenerateOptions, list[list[int]]]:
         openai_wire.check_messages(body)
         options = openai_wire.parse_options(body, is_chat=True)
         self._check_model(body)
@@ -189,10 +251,9 @@ class SimApi:
             ids = await _render(self._renderer.chat_token_ids, body)
         else:
             ids = await _render(self._renderer.completion_token_ids, ids)
-        return await self._answer(request, options, [ids])
+        return options, [ids]
 
-    async def completions(self, request: Request) -> Response:
-        body = await _read_body(request)
+    async def _read_completion(self, body: Json) -> tuple[GenerateOptions, list[list[int]]]:
         given = openai_wire.parse_prompts(body)
         options = openai_wire.parse_options(body, is_chat=False)
         self._check_model(body)
@@ -203,30 +264,80 @@ class SimApi:
             )
             for prompt in given
         ]
-        return await self._answer(request, options, prompts)
+        return options, prompts
 
     async def _answer(
-        self, request: Request, options: GenerateOptions, prompts: list[list[int]]
+        self,
+        request: Request,
+        options: GenerateOptions,
+        prompts: list[list[int]],
+        runner: RankRunner,
+        handoff: Handoff | None,
     ) -> Response:
-        for prompt in prompts:
-            self._check_prompt(prompt)
-        runner = self._runners[self._rank(request)]
         kind = "chatcmpl" if options.is_chat else "cmpl"
         base_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         envelope = Envelope(f"{kind}-{base_id}", int(time.time()), self._model.name, options)
         session_id = options.session_id or request.headers.get("x-session-id") or None
-        requests = self._engine_requests(options, prompts, session_id)
+        requests = self._engine_requests(options, prompts, session_id, handoff)
         places = {
             one.request_id: (index // options.choices, index) for index, one in enumerate(requests)
         }
-        answers = _Answers(places, prompts, self._renderer.decode)
+        cached_elsewhere_tokens = _cached_elsewhere_tokens(options, handoff)
+        answers = _Answers(places, prompts, self._renderer.decode, cached_elsewhere_tokens)
         generation = Generation(runner, requests)
         if options.is_stream:
             return _EventStream(_stream(envelope, answers, generation), generation)
-        return await _whole_answer(request.receive, envelope, answers, generation)
+        await _collect(request.receive, answers, generation)
+        usage = answers.usage()
+        params = self._handoff_answer(runner, requests[0], usage)
+        return _json(envelope.response(answers.choices(), usage, params))
+
+    async def _meet_fault(self, received: ReceivedRequest) -> None:
+        """Do what a test wants to happen to this request. Raises ApiError."""
+        fault = self._debugging.take(received)
+        if fault is None:
+            return
+        await asyncio.sleep(fault.delay_s)
+        if fault.status is not None:
+            status = HTTPStatus(fault.status)
+            raise ApiError(fault.message, status=status, kind=status.phrase)
+
+    def _read_handoff(self, options: GenerateOptions, runner: RankRunner) -> Handoff | None:
+        """Raises EngineDeadError: some parameters are no request's fault but the engine's end."""
+        try:
+            return self._handoffs.parse(options.kv_transfer_params)
+        except EngineFatalError as error:
+            runner.die(error)
+            raise EngineDeadError from error
+
+    def _handoff_answer(
+        self, runner: RankRunner, request: EngineRequest, usage: Usage
+    ) -> Json | None:
+        """Return what a decoder needs to know of this prefill; None if it needs nothing."""
+        if not isinstance(request.handoff, Send) or request.handoff.transfer_id is not None:
+            return None
+        host, port = self._handoff_address
+        return nixl_answer(
+            NixlSource(host, port, runner.engine_id, request.request_id),
+            runner.model.held_block_ids(request.request_id) or (),
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=usage.cached_tokens or 0,
+        )
+
+    def _decline(self, body: Json, runner: RankRunner) -> None:
+        """Free what a prefill engine holds for a request that is refused."""
+        params = body.get("kv_transfer_params")
+        with contextlib.suppress(EngineFatalError):
+            handoff = self._handoffs.parse(params if isinstance(params, dict) else None)
+            if isinstance(handoff, Receive) and handoff.source is not None:
+                runner.decline(handoff.source)
 
     def _engine_requests(
-        self, options: GenerateOptions, prompts: list[list[int]], session_id: str | None
+        self,
+        options: GenerateOptions,
+        prompts: list[list[int]],
+        session_id: str | None,
+        handoff: Handoff | None,
     ) -> list[EngineRequest]:
         """One engine request for each prompt and choice, in the order of the answers.
 
@@ -244,6 +355,7 @@ class SimApi:
                 choice=choice,
                 namespace=CacheNamespace(cache_salt=options.cache_salt),
                 session_id=session_id,
+                handoff=handoff,
             )
             for prompt in prompts
             for choice in range(options.choices)
@@ -331,6 +443,10 @@ class SimApi:
     async def kv_event_sources(self, _: Request) -> Response:
         return _json(self._kv_event_sources())
 
+    async def sim_requests(self, _: Request) -> Response:
+        """No route of the engine's: what it was sent, for tests in other processes."""
+        return _json([one.as_json() for one in self._debugging.received])
+
     async def reset_prefix_cache(self, _: Request) -> Response:
         resets = [runner.model.reset_prefix_cache() for runner in self._runners.values()]
         return _json({"success": all(resets)})
@@ -339,10 +455,8 @@ class SimApi:
 # -- answers --------------------------------------------------------------------------------------
 
 
-async def _whole_answer(
-    receive: Receive, envelope: Envelope, answers: _Answers, generation: Generation
-) -> Response:
-    """Collect all answers, unless the client leaves or the engine stops before."""
+async def _collect(receive: Receive_, answers: _Answers, generation: Generation) -> None:
+    """Wait for all answers, unless the client leaves or the engine stops before."""
     watcher = asyncio.create_task(_abort_when_left(receive, generation))
     try:
         async for output in generation.outputs():
@@ -352,7 +466,12 @@ async def _whole_answer(
     finally:
         watcher.cancel()
         generation.abort()
-    return _json(envelope.response(answers.choices(), answers.usage()))
+
+
+def _cached_elsewhere_tokens(options: GenerateOptions, handoff: Handoff | None) -> int | None:
+    """Return what the prefill engine had cached, if somebody says so."""
+    told = (options.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
+    return told if isinstance(handoff, Receive) and type(told) is int else None
 
 
 async def _stream(
@@ -374,6 +493,8 @@ async def _stream(
             yield _event(envelope.usage_chunk(answers.usage()))
     except EngineDeadError:
         yield _event(_ENGINE_DEAD.body())
+    except GenerationFailedError:
+        yield _event(_GENERATION_FAILED.body())
     yield b"data: [DONE]\n\n"
 
 
@@ -388,7 +509,7 @@ class _EventStream(Response):
         self._events = events
         self._generation = generation
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _: Scope, receive: Receive_, send: Send_) -> None:
         watcher = asyncio.create_task(_abort_when_left(receive, self._generation))
         try:
             # Headers leave at once, as from the engine: the first byte may be long in coming.
@@ -405,7 +526,7 @@ class _EventStream(Response):
             self._generation.abort()
 
 
-async def _abort_when_left(receive: Receive, generation: Generation) -> None:
+async def _abort_when_left(receive: Receive_, generation: Generation) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     generation.abort()
@@ -444,12 +565,23 @@ _ENGINE_DEAD = ApiError(
 )
 
 
+_GENERATION_FAILED = ApiError(
+    "Internal server error",
+    status=HTTPStatus.INTERNAL_SERVER_ERROR,
+    kind="InternalServerError",
+)
+
+
 async def _on_api_error(_: Request, error: ApiError) -> Response:
     return _json(error.body(), error.status)
 
 
 async def _on_engine_dead(_: Request, __: EngineDeadError) -> Response:
     return _json(_ENGINE_DEAD.body(), _ENGINE_DEAD.status)
+
+
+async def _on_generation_failed(_: Request, __: GenerationFailedError) -> Response:
+    return _json(_GENERATION_FAILED.body(), _GENERATION_FAILED.status)
 
 
 async def _on_client_left(_: Request, __: ClientDisconnect) -> Response:

@@ -6,7 +6,8 @@ Source: vLLM 0.32.0 `v1/metrics/loggers.py`.
 
 from collections.abc import Mapping
 
-from moongate.simulator.engine import EngineProfile, EngineStatistics
+from moongate.simulator.engine import EngineProfile
+from moongate.simulator.statistics import EngineStatistics
 
 _GAUGES = {
     "vllm:num_requests_running": "Requests in execution.",
@@ -17,7 +18,10 @@ _GAUGES = {
 _COUNTERS = {
     "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Tokens found there.",
+    "vllm:external_prefix_cache_queries": "Tokens looked up elsewhere: in a pool, at a prefill engine.",
+    "vllm:external_prefix_cache_hits": "Tokens found there.",
     "vllm:prompt_tokens": "Prompt tokens of requests that got their first token.",
+    "vllm:prompt_tokens_cached": "Those of them that were not computed.",
     "vllm:generation_tokens": "Sampled tokens.",
     "vllm:num_preemptions": "Preempted requests.",
 }
@@ -30,7 +34,10 @@ def _values(statistics: EngineStatistics) -> dict[str, float]:
         "vllm:kv_cache_usage_perc": statistics.kv_cache_usage,
         "vllm:prefix_cache_queries": statistics.prefix_queries_tokens,
         "vllm:prefix_cache_hits": statistics.prefix_hits_tokens,
+        "vllm:external_prefix_cache_queries": statistics.external_queries_tokens,
+        "vllm:external_prefix_cache_hits": statistics.external_hits_tokens,
         "vllm:prompt_tokens": statistics.prompt_tokens,
+        "vllm:prompt_tokens_cached": statistics.prompt_tokens - statistics.computed_prompt_tokens,
         "vllm:generation_tokens": statistics.generation_tokens,
         "vllm:num_preemptions": statistics.preemptions,
     }
@@ -50,19 +57,49 @@ def render_metrics(
                 f"{float(values[rank][name])}"
                 for rank in ranks
             ]
-    return "\n".join([*lines, *_finished(model, ranks), *_cache_config(profile, ranks), ""])
+    lines += _by_label(
+        "vllm:prompt_tokens_by_source_total",
+        "Prompt tokens of requests that got their first token.",
+        "source",
+        model,
+        {rank: _prompt_sources(statistics) for rank, statistics in ranks.items()},
+    )
+    lines += _by_label(
+        "vllm:prompt_tokens_cached_by_source_total",
+        "Tokens found in a cache, by where that was.",
+        "source",
+        model,
+        {rank: statistics.cached_tokens_by_source for rank, statistics in ranks.items()},
+    )
+    lines += _by_label(
+        "vllm:request_success_total",
+        "Finished requests.",
+        "finished_reason",
+        model,
+        {rank: statistics.finished_requests for rank, statistics in ranks.items()},
+    )
+    return "\n".join([*lines, *_cache_config(profile, ranks), ""])
 
 
-def _finished(model: str, ranks: Mapping[int, EngineStatistics]) -> list[str]:
-    name = "vllm:request_success_total"
+def _prompt_sources(statistics: EngineStatistics) -> Mapping[str, int]:
+    return {
+        "local_compute": statistics.computed_prompt_tokens,
+        "local_cache_hit": statistics.local_prompt_tokens,
+        "external_kv_transfer": statistics.external_prompt_tokens,
+    }
+
+
+def _by_label(
+    name: str, help_text: str, label: str, model: str, values: Mapping[int, Mapping[str, int]]
+) -> list[str]:
+    """Return a counter that has a label of its own; `values` by rank and label value."""
     return [
-        f"# HELP {name} Finished requests.",
+        f"# HELP {name} {help_text}",
         f"# TYPE {name} counter",
         *(
-            f"{name}{_labels(engine=str(rank), finished_reason=reason, model_name=model)} "
-            f"{float(count)}"
-            for rank, statistics in ranks.items()
-            for reason, count in statistics.finished_requests.items()
+            f"{name}{_labels(engine=str(rank), **{label: value}, model_name=model)} {float(count)}"
+            for rank, counts in values.items()
+            for value, count in counts.items()
         ),
     ]
 

@@ -112,6 +112,8 @@ class GenerateOptions:
     cache_salt: str | None
     session_id: str | None
     """From the body; a header comes after it."""
+    kv_transfer_params: Mapping[str, Any] | None
+    """What a request's prefill and decode by two engines needs."""
 
 
 def parse_options(body: Mapping[str, Any], *, is_chat: bool) -> GenerateOptions:
@@ -124,6 +126,8 @@ def parse_options(body: Mapping[str, Any], *, is_chat: bool) -> GenerateOptions:
             kind=http.HTTPStatus.BAD_REQUEST.phrase,
             param="stream_options",
         )
+    max_tokens = _max_tokens(body, is_chat=is_chat)
+    _check_min_tokens(body, max_tokens)
     includes_usage = bool((stream_options or {}).get("include_usage"))
     continuous = bool((stream_options or {}).get("continuous_usage_stats"))
     return GenerateOptions(
@@ -133,10 +137,11 @@ def parse_options(body: Mapping[str, Any], *, is_chat: bool) -> GenerateOptions:
         has_continuous_usage=includes_usage and continuous,
         returns_token_ids=bool(body.get("return_token_ids")),
         choices=_choices(body),
-        max_tokens=_max_tokens(body, is_chat=is_chat),
+        max_tokens=max_tokens,
         ignores_end=bool(body.get("ignore_eos")),
         cache_salt=_optional(body, "cache_salt", str, "a valid string"),
         session_id=_session_id(body),
+        kv_transfer_params=_optional(body, "kv_transfer_params", dict, "a valid dictionary"),
     )
 
 
@@ -166,6 +171,16 @@ def _max_tokens(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
                 raise ApiError(f"max_tokens must be at least 1, got {value}.", param="max_tokens")
             return int(value)
     return None if is_chat or "max_tokens" in body else COMPLETION_TOKENS_DEFAULT
+
+
+def _check_min_tokens(body: Mapping[str, Any], max_tokens: int | None) -> None:
+    min_tokens = _optional(body, "min_tokens", int, "a valid integer") or 0
+    if min_tokens < 0:
+        raise ApiError(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise ApiError(
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
+        )
 
 
 def _session_id(body: Mapping[str, Any]) -> str | None:
@@ -282,8 +297,13 @@ class Envelope:
     model: str
     options: GenerateOptions
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Json:
-        """Return the whole answer of a request without streaming."""
+    def response(
+        self, choices: Sequence[Choice], usage: Usage, kv_transfer_params: Json | None = None
+    ) -> Json:
+        """Return the whole answer of a request without streaming.
+
+        `kv_transfer_params`: what a decoder needs to get the prompt's KV (NIXL).
+        """
         as_choice = self._chat_choice if self.options.is_chat else self._completion_choice
         body: Json = {
             "id": self.response_id,
@@ -294,7 +314,7 @@ class Envelope:
             "service_tier": None,
             "system_fingerprint": None,
             "usage": usage.body(),
-            "kv_transfer_params": None,
+            "kv_transfer_params": kv_transfer_params,
         }
         if self.options.is_chat:
             ids = list(choices[0].prompt_token_ids) if self.options.returns_token_ids else None

@@ -7,37 +7,43 @@ stopping in order. Not for behaviour: that is `engine.py` (what is computed), `r
 
 import argparse
 import asyncio
-import contextlib
+import enum
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 import uvloop
 import zmq
 
 from moongate.engine_plugins.vllm_render import ModelDirectoryError, ModelRenderer
+from moongate.kvpool.keys import KeyLayout, model_part
+from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.blocks import DEFAULT_HASH_SEED
-from moongate.simulator.engine import EngineModel, EngineProfile, make_sampler
+from moongate.simulator.debugging import Debugging, ReceivedRequest
+from moongate.simulator.engine import EngineModel, EngineProfile, Sampler, make_sampler
 from moongate.simulator.event_wire import (
     BUFFER_BATCHES_MAX,
     BatchEncoder,
     DigestForm,
     EventForm,
 )
+from moongate.simulator.handoff import HOLD_S, LEASE_S, HandoffApi, HandoffTimes, Inbox
 from moongate.simulator.http_api import ServedModel, SimApi
 from moongate.simulator.openai_wire import Json
+from moongate.simulator.pooling import SharedPool
 from moongate.simulator.publisher import (
     PUB_QUEUE_BATCHES_MAX,
     EventPublisher,
     PublisherSettings,
 )
 from moongate.simulator.runner import RankRunner
+from moongate.simulator.serving import SocketServer
+from moongate.simulator.transfer import Connector, HandoffSettings, Outbox, Role
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +57,14 @@ PORT_MAX = 65_535
 OUTPUT_TOKEN_IDS_SCANNED = 8192
 """How far into the vocabulary to look for tokens to answer with."""
 
-SHUTDOWN_LIMIT_S = 1
-"""How long open connections may take to end after their generations were aborted."""
+
+class PoolSegment(enum.Enum):
+    """Where what an engine puts into a pool lies."""
+
+    EMBEDDED = "embedded"
+    """In the engine's process: it is lost with it."""
+    STANDALONE = "standalone"
+    """In a process of its own, which outlives engines."""
 
 
 class SimConfigError(ValueError):
@@ -67,6 +79,20 @@ class SimEngineConfig:
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free one; so for every port here."""
+    role: Role = Role.BOTH
+    connector: Connector = Connector.NONE
+    bootstrap_port: int = 0
+    """Where decoders come to: Mooncake's bootstrap server, or NIXL's side channel. Only an engine that
+    prefills has it."""
+    transfer_hold_s: float = HOLD_S
+    """How long the blocks of a prefill wait for a Mooncake decoder, and a decoder for a prefill."""
+    lease_s: float = LEASE_S
+    """So for NIXL; a decoder that has the request prolongs it."""
+    recomputes_failed_loads: bool = False
+    """Whether a request whose KV does not come is computed here; else it fails, vLLM's default."""
+    waits_for_nobody: bool = False
+    """See `HandoffSettings`."""
+    pool_segment: PoolSegment = PoolSegment.EMBEDDED
     model: str = "sim"
     """The name it is served under."""
     tokenizer: Path = BUNDLED_TOKENIZER
@@ -93,7 +119,19 @@ class SimEngineConfig:
             raise SimConfigError(f"answer tokens must be at least 1, got {self.answer_tokens}")
         if self.kv_events_port is None and self.kv_replay_port is not None:
             raise SimConfigError("a replay port needs an events port")
+        if min(self.transfer_hold_s, self.lease_s) <= 0:
+            raise SimConfigError("hold time and lease must be more than 0 s")
+        if self.role is not Role.BOTH and self.connector is Connector.NONE:
+            raise SimConfigError(f"role {self.role.value} needs a connector")
         self._check_ports()
+
+    @property
+    def handoffs(self) -> HandoffSettings:
+        return HandoffSettings(self.connector, self.role, self.waits_for_nobody)
+
+    @property
+    def has_handoff_server(self) -> bool:
+        return self.connector is not Connector.NONE and self.role is not Role.DECODE
 
     @property
     def ranks(self) -> range:
@@ -106,10 +144,15 @@ class SimEngineConfig:
         return base + rank if base else base
 
     def _check_ports(self) -> None:
-        bases = {"port": self.port, "events": self.kv_events_port, "replay": self.kv_replay_port}
+        bases = {
+            "port": self.port,
+            "bootstrap": self.bootstrap_port,
+            "events": self.kv_events_port,
+            "replay": self.kv_replay_port,
+        }
         used: dict[int, str] = {}
         for name, base in bases.items():
-            ranks = range(1) if name == "port" else self.ranks
+            ranks = range(1) if name in ("port", "bootstrap") else self.ranks
             for port in (self.rank_port(base, rank) for rank in ranks):
                 if not port:
                     continue
@@ -123,22 +166,53 @@ class SimEngineConfig:
 class SimEngine:
     """One simulated engine in this process.
 
-    `start` binds and serves, and then the addresses are known; `stop` aborts what runs. Both are
-    called once, on the same event loop.
+    `start` binds and serves, and then the addresses are known; `stop` aborts what runs; `crash` ends
+    everything as a kill would. Each is called once, on the same event loop.
     """
 
-    def __init__(self, config: SimEngineConfig) -> None:
+    def __init__(self, config: SimEngineConfig, pool: MemoryPool | None = None) -> None:
+        """`pool`: shared with other engines of this process. Raises SimConfigError."""
+        if config.connector is Connector.MULTI and pool is None:
+            raise SimConfigError(
+                "connector multi needs a pool, and simulated engines share one only in a process"
+            )
+        if config.connector in (Connector.MOONCAKE, Connector.NIXL) and pool is not None:
+            raise SimConfigError(f"connector {config.connector.value} has no pool; multi has")
         self._config = config
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._pool = pool
+        self._times = HandoffTimes(config.transfer_hold_s, config.lease_s)
+        self._inbox: Inbox | None = None
+        self._servers: list[SocketServer] = []
+        self.debugging = Debugging()
+        """What it was sent, and faults to inject."""
+        self.handoff_api: HandoffApi | None = None
         self.runners: dict[int, RankRunner] = {}
         """By global rank."""
         self.port: int | None = None
+        self.bootstrap_port: int | None = None
 
     @property
     def url(self) -> str:
         assert self.port is not None, "started"
         return f"http://{_reachable(self._config.host)}:{self.port}"
+
+    @property
+    def bootstrap_url(self) -> str | None:
+        """Where decoders come to; None if this engine does not prefill for others."""
+        if self.bootstrap_port is None:
+            return None
+        return f"http://{_reachable(self._config.host)}:{self.bootstrap_port}"
+
+    @property
+    def received(self) -> Sequence[ReceivedRequest]:
+        """Return the requests for answers that came, oldest first."""
+        return self.debugging.received
+
+    @property
+    def pool_endpoint(self) -> str:
+        """Return the name of the segment that this engine's blocks are put into."""
+        is_embedded = self._config.pool_segment is PoolSegment.EMBEDDED
+        return f"{_reachable(self._config.host)}:{self.port}" if is_embedded else "standalone"
 
     @property
     def kv_events_endpoint(self) -> str | None:
@@ -159,32 +233,100 @@ class SimEngine:
 
     async def start(self) -> None:
         """Raises SimConfigError for an unusable tokenizer, OSError for an address in use."""
-        renderer = await asyncio.to_thread(_load_renderer, self._config.tokenizer)
+        config = self._config
+        renderer = await asyncio.to_thread(_load_renderer, config.tokenizer)
         sampler = make_sampler(await asyncio.to_thread(output_token_ids, renderer.decode))
-        listener = _listen(self._config.host, self._config.port)
-        self.port = listener.getsockname()[1]
         try:
-            for rank in self._config.ranks:
-                model = EngineModel(
-                    self._config.profile,
-                    sample_token=sampler,
-                    hash_seed=self._config.hash_seed,
-                )
-                self.runners[rank] = RankRunner(rank, model, self._publisher(rank))
-                await self.runners[rank].start()
-        except zmq.ZMQError as error:
-            listener.close()
+            listener = self._listen(config.port)
+            self.port = listener.port
+            if config.has_handoff_server:
+                handoff_listener = self._listen(config.bootstrap_port)
+                self.bootstrap_port = handoff_listener.port
+                self.handoff_api = HandoffApi(self.runners, self._handoff_address, self._times)
+                handoff_listener.serve(self.handoff_api.app())
+            await self._start_ranks(sampler)
+        except OSError:
             await self.stop()
-            raise OSError(error.errno, f"cannot bind a KV event socket: {error}") from error
-        self._server = _EmbeddedServer(_uvicorn_config(self._api(renderer)))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+            raise
+        listener.serve(self._api(renderer).app())
 
     async def stop(self) -> None:
+        """End by itself: what runs is aborted, open connections get a moment to end."""
         # The ranks first: that ends the open streams, for which the server would wait.
         await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+        await asyncio.gather(*(server.stop() for server in self._servers))
+        await self._leave()
+
+    async def crash(self) -> None:
+        """End as a killed process does: all connections break off at once, whatever is on them."""
+        for server in self._servers:
+            await server.cut()
+        await self.stop()
+
+    async def _leave(self) -> None:
+        if self._inbox is not None:
+            await self._inbox.close()
+        if self._pool is not None and self._config.pool_segment is PoolSegment.EMBEDDED:
+            self._pool.remove_endpoint(self.pool_endpoint)
+
+    def _listen(self, port: int) -> SocketServer:
+        server = SocketServer(self._config.host, port)
+        self._servers.append(server)
+        return server
+
+    def _handoff_address(self) -> str:
+        return f"{_reachable(self._config.host)}:{self.bootstrap_port}"
+
+    async def _start_ranks(self, sampler: Sampler) -> None:
+        """Raises OSError."""
+        config = self._config
+        if config.connector is not Connector.NONE:
+            self._inbox = Inbox(self._times)
+        engine_id = str(uuid.uuid4())
+        for rank in config.ranks:
+            suffix = f"_dp{rank}" if config.data_parallel_size > 1 else ""
+            runner = RankRunner(
+                rank,
+                self._model(sampler),
+                self._publisher(rank),
+                engine_id=engine_id + suffix,
+                outbox=Outbox(self._hold_s) if config.has_handoff_server else None,
+                inbox=self._inbox,
+            )
+            self.runners[rank] = runner
+            try:
+                await runner.start()
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, f"cannot bind a KV event socket: {error}") from error
+
+    @property
+    def _hold_s(self) -> float:
+        is_nixl = self._config.connector is Connector.NIXL
+        return self._times.lease_s if is_nixl else self._times.hold_s
+
+    def _model(self, sampler: Sampler) -> EngineModel:
+        config = self._config
+        return EngineModel(
+            config.profile,
+            sample_token=sampler,
+            hash_seed=config.hash_seed,
+            shared_pool=self._shared_pool(),
+            has_connector=config.connector is not Connector.NONE,
+            recomputes_failed_loads=config.recomputes_failed_loads,
+        )
+
+    def _shared_pool(self) -> SharedPool | None:
+        if self._pool is None:
+            return None
+        return SharedPool(
+            self._pool,
+            KeyLayout(model_part(str(self._config.tokenizer))),
+            block_bytes=self._config.profile.block_bytes,
+            endpoint=self.pool_endpoint,
+            stores=self._config.role is not Role.DECODE,
+            # vLLM's MultiConnector does not pass its connectors' store events on.
+            publishes=self._config.connector is not Connector.MULTI,
+        )
 
     def kv_event_sources(self) -> Json:
         """Return what `/kv_event_sources` answers: the publisher's settings, by rank."""
@@ -231,7 +373,15 @@ class SimEngine:
             max_model_len_tokens=config.profile.max_model_len_tokens,
             answer_tokens=config.answer_tokens,
         )
-        return SimApi(model, renderer, self.runners, self.kv_event_sources)
+        return SimApi(
+            model,
+            renderer,
+            self.runners,
+            self.kv_event_sources,
+            handoffs=config.handoffs,
+            handoff_address=(_reachable(config.host), self.bootstrap_port or 0),
+            debugging=self.debugging,
+        )
 
 
 def output_token_ids(decode: Callable[[Sequence[int]], str]) -> list[int]:
@@ -249,41 +399,11 @@ def output_token_ids(decode: Callable[[Sequence[int]], str]) -> list[int]:
     return ids
 
 
-class _EmbeddedServer(uvicorn.Server):
-    """A server that leaves signals to its host: there may be several in one process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn_config(api: SimApi) -> uvicorn.Config:
-    return uvicorn.Config(
-        api.app(),
-        http="httptools",
-        lifespan="off",
-        log_config=None,  # logging belongs to the host process
-        access_log=False,
-        timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
-    )
-
-
 def _load_renderer(directory: Path) -> ModelRenderer:
     try:
         return ModelRenderer.load(directory)
     except (OSError, ModelDirectoryError) as error:
         raise SimConfigError(f"cannot load the tokenizer in {directory}: {error}") from error
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind and listen at once: connections wait in the backlog until the server accepts them."""
-    listener = socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        backlog=2048,
-    )
-    listener.setblocking(False)
-    return listener
 
 
 def _reachable(host: str) -> str:
@@ -310,6 +430,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topic", default="", help="topic of the events (default: empty)")
     for flag, kind, default, meaning in _number_flags(EngineProfile()):
         add(flag, type=kind, default=default, metavar="N", help=f"{meaning} (default %(default)s)")
+    add(
+        "--role",
+        choices=[role.value for role in Role],
+        default="both",
+        help="what it does of requests that two engines share (default %(default)s)",
+    )
+    add(
+        "--kv-connector",
+        choices=[connector.value for connector in Connector],
+        help="how they share: multi (a pool, too) only in process (default: mooncake with a role)",
+    )
+    add(
+        "--bootstrap-port",
+        type=_port,
+        default=0,
+        metavar="P",
+        help="Mooncake's bootstrap server or NIXL's side channel (default: any free one)",
+    )
     add(
         "--data-parallel-start-rank",
         type=int,
@@ -341,6 +479,14 @@ def _number_flags(
         ),
         ("--max-num-seqs", whole, profile.max_num_seqs, "running requests at most"),
         ("--data-parallel-size", whole, 1, "ranks, each with its own cache and publisher"),
+        ("--kv-bytes-per-token", whole, profile.kv_bytes_per_token, "bytes of KV of one token"),
+        (
+            "--kv-link-bytes-per-s",
+            rate,
+            profile.kv_link_bytes_per_s,
+            "bytes of KV per second from another engine",
+        ),
+        ("--transfer-hold-s", rate, HOLD_S, "seconds that a prefill's blocks wait for a decoder"),
     ]
 
 
@@ -361,11 +507,24 @@ def config_from_arguments(namespace: argparse.Namespace) -> SimEngineConfig:
             decode_tokens_per_s=namespace.decode_tokens_per_s,
             max_num_seqs=namespace.max_num_seqs,
             max_model_len_tokens=min(MODEL_LEN_TOKENS_MAX, capacity_tokens),
+            kv_bytes_per_token=namespace.kv_bytes_per_token,
+            kv_link_bytes_per_s=namespace.kv_link_bytes_per_s,
         )
     except ValueError as error:
         raise SimConfigError(str(error)) from error
+    role = Role(namespace.role)
+    default = Connector.NONE if role is Role.BOTH else Connector.MOONCAKE
+    connector = Connector(namespace.kv_connector) if namespace.kv_connector else default
+    if connector is Connector.MULTI:
+        raise SimConfigError(
+            "--kv-connector multi needs a pool, which engines share only in process"
+        )
     return SimEngineConfig(
         profile=profile,
+        role=role,
+        connector=connector,
+        bootstrap_port=namespace.bootstrap_port,
+        transfer_hold_s=namespace.transfer_hold_s,
         host=namespace.host,
         port=namespace.port,
         model=namespace.model,
@@ -393,7 +552,8 @@ async def _run_until_signal(config: SimEngineConfig) -> int:
     except (OSError, SimConfigError) as error:
         print(f"sim-engine: {error}", file=sys.stderr)
         return 2 if isinstance(error, SimConfigError) else 1
-    print(f"sim-engine: {config.model} at {engine.url}", flush=True)
+    decoders = f", for decoders {engine.bootstrap_url}" if engine.bootstrap_url else ""
+    print(f"sim-engine: {config.model} at {engine.url}{decoders}", flush=True)
     await signalled.wait()
     await engine.stop()
     return 0

@@ -12,6 +12,7 @@ import httpx
 from moongate.gateway.app import Gateway
 from moongate.gateway.server import GatewayServer, listen
 from moongate.gateway.settings import Settings
+from moongate.kvpool.store import PoolStore
 
 READY_S = 10.0
 
@@ -68,9 +69,16 @@ async def until(condition: Any, timeout_s: float = 5.0) -> None:
 
 @contextlib.asynccontextmanager
 async def live_gateway(
-    urls: Sequence[str], *, wait_ready: bool = True, **settings: Any
+    urls: Sequence[str],
+    *,
+    wait_ready: bool = True,
+    memory_pool: PoolStore | None = None,
+    **settings: Any,
 ) -> AsyncIterator[LiveGateway]:
-    """Run a gateway before these instances (named a, b, ...). Settings as in the file."""
+    """Run a gateway before these instances (named a, b, ...). Settings as in the file.
+
+    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`.
+    """
     instances = settings.pop(
         "instances", [{"id": "abcdefgh"[n], "url": url} for n, url in enumerate(urls)]
     )
@@ -80,7 +88,9 @@ async def live_gateway(
         **settings,
         "instances": instances,
     }
-    server = GatewayServer(Gateway(Settings.model_validate(merged), seed=1), listen("127.0.0.1", 0))
+    server = GatewayServer(
+        Gateway(Settings.model_validate(merged), seed=1, pool=memory_pool), listen("127.0.0.1", 0)
+    )
     serving = asyncio.create_task(server.serve())
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -31,12 +32,18 @@ BLOCK_TOKENS = 32
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """Return a port that was free a moment ago, and that nobody is given by chance.
+
+    An engine binds its ports half a minute after its start. Those from 32,768 on the system meanwhile
+    gives to any connection.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                sock.bind(("127.0.0.1", port))
+                return port
+    raise AssertionError("no port from 20,000 to 32,000 is free")
 
 
 @dataclass(slots=True)
@@ -135,6 +142,8 @@ class EngineProcess:
 
     def start(self) -> None:
         command = build_command(self.launch)
+        for path, content in command.files.items():
+            Path(path).write_text(content)
         self.child = Child.start(command.argv, self.url, self.log, command.environment)
 
     def wait_ready(self) -> None:

@@ -132,3 +132,53 @@ def test_explain_shows_every_candidate(tmp_path: Path, launch: Launch) -> None:
     for name in ("engine-a", "engine-b", "engine-c"):
         assert f'"instance": "{name}"' in shown.stdout
     assert '"prefill":' in shown.stdout
+
+
+def test_two_engine_processes_hand_a_prompt_over(launch: Launch) -> None:
+    bootstrap = free_port()
+    flags = ("--kv-bytes-per-token", "1", "--block-size", "4")
+    one = launch(
+        *("sim-engine", "--role", "prefill", "--bootstrap-port", str(bootstrap)),
+        *flags,
+        port=free_port(),
+    )
+    other = launch("sim-engine", "--role", "decode", *flags, port=free_port())
+    one.wait_until("/health", 20.0)
+    other.wait_until("/health", 20.0)
+    ranks = httpx.get(f"http://127.0.0.1:{bootstrap}/query", trust_env=False).json()
+    legs = (
+        (one, {"do_remote_decode": True, "transfer_id": "t"}),
+        (
+            other,
+            {
+                "do_remote_prefill": True,
+                "remote_bootstrap_addr": f"http://127.0.0.1:{bootstrap}",
+                "remote_engine_id": ranks["0"]["engine_id"],
+                "transfer_id": "t",
+            },
+        ),
+    )
+    body = {"prompt": list(range(10, 31)), "max_tokens": 1}
+    answers = [
+        httpx.post(
+            f"{engine.url}/v1/completions",
+            json={**body, "kv_transfer_params": params},
+            timeout=10,
+            trust_env=False,
+        ).json()
+        for engine, params in legs
+    ]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers]
+    assert cached == [0, 21]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+
+
+def test_up_with_pd_has_one_engine_that_prefills(launch: Launch) -> None:
+    child = launch("up", "--pd", port=free_port())
+    child.wait_until("/ready", 20.0)
+    assert printed_curl(child.log).status_code == 200
+    refused = subprocess.run(
+        [*MOONGATE, "up", "--pd", "--engines", "1"], capture_output=True, text=True, timeout=20
+    )
+    assert refused.returncode == 2
+    assert "--pd needs at least 2 engines" in refused.stderr

@@ -411,8 +411,8 @@ class History:
         assert len({c.holder for c in ranking}) == len(ranking)
         usable = max((forward.decision.prompt_tokens or 0) - 1, 0)
         for candidate in ranking:
-            _, *_, overlap, confirmed = candidate.candidate
-            assert 0 <= confirmed <= overlap <= usable, candidate
+            found = candidate.candidate
+            assert 0 <= found.confirmed_tokens <= found.overlap_tokens <= usable, candidate
         opened = self.open.setdefault(forward.request_id, Open([]))
         assert holder.instance_id not in {h.instance_id for h in opened.holders}
         opened.holders.append(holder)

@@ -11,7 +11,7 @@ import pytest
 
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.engine_api import EngineApi
-from moongate.gateway.id_forwarding import TOKENS_MIN, ForwardIds, IdForwarding
+from moongate.gateway.id_forwarding import TOKENS_MIN, ForwardIds, IdForwarding, with_params
 from moongate.gateway.parity import PromptForm
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_memory import Piece
@@ -66,9 +66,10 @@ def ids_given(
     """Return the ids that the engine gets, None if it gets the body as it came."""
     body: Body = parse_body(orjson.dumps(fields), route)
     prompts = cast("PromptPipeline", verdicts or Verdicts())
-    pieces = IdForwarding(mode, prompts).body_for(
+    given = IdForwarding(mode, prompts).ids_for(
         route, body, read_of(TOKENS_MIN) if read is None else read, api, context_tokens
     )
+    pieces = with_params(body.raw, given)
     if list(pieces) == [body.raw]:
         return None
     sent = orjson.loads(b"".join(pieces))
@@ -169,6 +170,8 @@ def test_another_instances_word_does_not_count(mode: ForwardIds) -> None:
 def test_the_body_stays_byte_for_byte_before_the_ids() -> None:
     raw = b'{ "model":"m", "x": 1.0,"messages":[{"role":"user","content":"\\u00e9"}] } \n'
     forwarding = IdForwarding("on", cast("PromptPipeline", Verdicts()))
-    pieces = forwarding.body_for(CHAT, parse_body(raw, CHAT), read_of(3), API, None)
+    pieces = with_params(
+        raw, forwarding.ids_for(CHAT, parse_body(raw, CHAT), read_of(3), API, None)
+    )
     ids = b',"kv_transfer_params":{"prompt_token_ids":[0,1,2]}'
     assert b"".join(pieces) == raw[:-3] + ids + b"} \n"

@@ -34,7 +34,7 @@ SECOND = Ranked(
     Reason.LOAD,
     cost_ms=20.0,
 )
-DECISION = Decision("kv_cost", Reason.DEVICE_PREFIX, 128, 96, (FIRST, SECOND))
+DECISION = Decision("kv_cost", Reason.DEVICE_PREFIX, 128, 96, 0, (FIRST, SECOND))
 
 
 def test_the_headers_of_a_decision() -> None:
@@ -52,7 +52,7 @@ def test_the_headers_of_a_decision() -> None:
 
 def test_what_is_not_known_has_no_header() -> None:
     only = SECOND._replace(cost_ms=None)
-    assert receipt_headers(Decision("random", Reason.ONLY_CHOICE, None, 0, (only,))) == {
+    assert receipt_headers(Decision("random", Reason.ONLY_CHOICE, None, 0, 0, (only,))) == {
         "x-moongate-instance": "b",
         "x-moongate-policy": "random",
         "x-moongate-reason": "only_choice",
@@ -63,7 +63,7 @@ def test_what_is_not_known_has_no_header() -> None:
 
 def test_a_runner_up_without_a_cost_is_named_all_the_same() -> None:
     ranking = (SECOND._replace(cost_ms=None), FIRST._replace(cost_ms=None))
-    decision = Decision("random", Reason.LOAD, None, 0, ranking)
+    decision = Decision("random", Reason.LOAD, None, 0, 0, ranking)
     assert receipt_headers(decision)["x-moongate-runner-up"] == "a@1;"
 
 

@@ -58,6 +58,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "id": "b",
         "url": "http://127.0.0.1:8102",
         "role": "both",
+        "pool": None,
         "kv_connector": "auto",
         "kv_events": "tcp://127.0.0.1:5602",
         "kv_replay": "tcp://127.0.0.1:6602",
@@ -144,7 +145,7 @@ SECTIONS = (
         (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
-            "approximate_weight, degraded_weight, history_weight, session_ms"),
+            "approximate_weight, degraded_weight, fetch_ms, history_weight, session_ms"),
         ),
         (
             "tokenizer: {forward_ids: always}\n",
@@ -232,7 +233,7 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
             "rank: 1",
             (
                 "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, id, "
-                "kv_connector, kv_events, kv_replay, models, ranks, role, url, weight"
+                "kv_connector, kv_events, kv_replay, models, pool, ranks, role, url, weight"
             ),
         ),
     ],
@@ -329,9 +330,6 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ("pool: {kind: mooncake}", "pool.kind: this version supports none only: 'mooncake'"),
-        ("pool: {master: 'h:1'}", "pool.master: this version supports null only: 'h:1'"),
-        ("pool: none", "pool: expected keys and values, such as {kind: none}"),
         ("state: {kind: redis}", "state.kind: this version supports memory only: 'redis'"),
         (
             "observability: {keep_text: true}",
@@ -348,6 +346,44 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
 )
 def test_a_later_key_that_asks_for_more_is_refused_by_name(section: str, problem: str) -> None:
     assert problems_of(f"{section}\n{ONE}") == (f"m.yaml:1: {problem}",)
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        (
+            "pool: {kind: mooncake}",
+            "pool: kind mooncake needs admin_url: http://host:9003, or master: host:port",
+        ),
+        (
+            "pool: {master: 'h:1'}",
+            "pool: master and admin_url are of kind mooncake, not none",
+        ),
+        (
+            "pool: {kind: mooncake, master: 'http://h:1'}",
+            "pool: master: expected host:port, such as 127.0.0.1:50051",
+        ),
+        (
+            "pool: none",
+            (
+                "pool: expected keys and values; known here: kind, master, admin_url, "
+                "lookup_budget_ms, hash_seeds, cache_prefix, namespace, shards"
+            ),
+        ),
+    ],
+)
+def test_a_pool_that_cant_be_reached_is_refused(section: str, problem: str) -> None:
+    assert problems_of(f"{section}\n{ONE}") == (f"m.yaml:1: {problem}",)
+
+
+def test_the_pools_http_interface_is_at_its_usual_port_unless_told() -> None:
+    told = parse(f"pool: {{kind: mooncake, admin_url: 'http://m:9100'}}\n{ONE}").pool
+    assert told.master_url == "http://m:9100"
+    usual = parse(f"pool: {{kind: mooncake, master: '10.0.0.1:50051'}}\n{ONE}").pool
+    assert usual.master_url == "http://10.0.0.1:9003"
 
 
 # --- variables ------------------------------------------------------------------------------------

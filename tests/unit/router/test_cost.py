@@ -5,7 +5,7 @@ import pytest
 from moongate.router.cost import (
     OBSERVED_TOKENS_MIN,
     CostWeights,
-    PrefillRate,
+    LearnedRate,
     Pricing,
 )
 
@@ -18,7 +18,7 @@ def terms(
     recent_sessions: int = 0,
     prompt_tokens: int = 1000,
     overlap_tokens: float = 0,
-    best_overlap_tokens: float = 0,
+    best_reuse_tokens: float = 0,
     history_tokens: int = 0,
     departures: int = 0,
 ) -> dict[str, float]:
@@ -26,7 +26,7 @@ def terms(
         weights=CostWeights(active_request_ms=25.0, history_weight=2.0),
         tokens_per_ms=10.0,
         prompt_tokens=prompt_tokens,
-        best_overlap_tokens=best_overlap_tokens,
+        best_reuse_tokens=best_reuse_tokens,
         history_tokens=history_tokens,
         departures=departures,
     )
@@ -73,7 +73,7 @@ def test_an_instance_of_twice_the_weight_is_twice_as_fast_at_everything() -> Non
 
 
 def test_a_history_computed_again_is_charged_twice_over() -> None:
-    found = terms(history_tokens=800, overlap_tokens=300, best_overlap_tokens=300)
+    found = terms(history_tokens=800, overlap_tokens=300, best_reuse_tokens=300)
     assert found == IDLE | {"prefill": 70.0, "history": 100.0}
 
 
@@ -83,40 +83,40 @@ def test_a_history_from_which_many_depart_is_charged_less() -> None:
 
 
 def test_a_second_copy_of_what_many_share_is_credited() -> None:
-    found = terms(best_overlap_tokens=800, departures=3)
+    found = terms(best_reuse_tokens=800, departures=3)
     assert found == IDLE | {"shared": -60.0}
 
 
 def test_the_best_overlap_itself_gets_no_credit() -> None:
-    assert terms(overlap_tokens=800, best_overlap_tokens=800, departures=3)["shared"] == 0.0
+    assert terms(overlap_tokens=800, best_reuse_tokens=800, departures=3)["shared"] == 0.0
 
 
 # --- the rate -------------------------------------------------------------------------------------
 
 
 def test_a_rate_is_the_prior_until_something_was_observed() -> None:
-    rate = PrefillRate(prior=8.0)
-    assert rate.tokens_per_ms == 8.0
-    rate.observe(tokens=1000, elapsed_ms=250.0)
-    assert rate.tokens_per_ms == 4.0
+    rate = LearnedRate(8.0, 128)
+    assert rate.per_ms == 8.0
+    rate.observe(amount=1000, elapsed_ms=250.0)
+    assert rate.per_ms == 4.0
 
 
 def test_later_observations_count_three_tenths_each() -> None:
-    rate = PrefillRate(prior=8.0)
-    rate.observe(tokens=1000, elapsed_ms=250.0)
-    rate.observe(tokens=1000, elapsed_ms=100.0)
-    assert rate.tokens_per_ms == pytest.approx(4.0 + 0.3 * 6.0)
+    rate = LearnedRate(8.0, 128)
+    rate.observe(amount=1000, elapsed_ms=250.0)
+    rate.observe(amount=1000, elapsed_ms=100.0)
+    assert rate.per_ms == pytest.approx(4.0 + 0.3 * 6.0)
 
 
 @pytest.mark.parametrize(("tokens", "elapsed_ms"), [(OBSERVED_TOKENS_MIN - 1, 10.0), (1000, 0.0)])
 def test_short_prefills_and_impossible_times_teach_nothing(tokens: int, elapsed_ms: float) -> None:
-    rate = PrefillRate(prior=8.0)
+    rate = LearnedRate(8.0, 128)
     rate.observe(tokens, elapsed_ms)
     assert rate.learned is None
 
 
 @pytest.mark.parametrize(("elapsed_ms", "learned"), [(1e-6, 1600.0), (1e9, 0.04)])
 def test_a_learned_rate_is_bounded(elapsed_ms: float, learned: float) -> None:
-    rate = PrefillRate(prior=8.0)
-    rate.observe(tokens=1000, elapsed_ms=elapsed_ms)
-    assert rate.tokens_per_ms == learned
+    rate = LearnedRate(8.0, 128)
+    rate.observe(amount=1000, elapsed_ms=elapsed_ms)
+    assert rate.per_ms == learned

@@ -257,7 +257,8 @@ def test_cancelling_a_finished_request_does_nothing() -> None:
     engine.submit(request("a", 4), now=0.0)
     _, now = run(engine)
     assert not engine.cancel("a", now)
-    assert engine.statistics().finished_requests == {"length": 1, "stop": 0, "abort": 0}
+    finished = {"length": 1, "stop": 0, "abort": 0, "error": 0}
+    assert engine.statistics().finished_requests == finished
 
 
 # -- answers ------------------------------------------------------------------------------------

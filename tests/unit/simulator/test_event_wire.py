@@ -9,6 +9,7 @@ from moongate.simulator.blocks import (
     BlockRemoved,
     BlockStored,
     KvEvent,
+    PoolBlockStored,
 )
 from moongate.simulator.event_wire import (
     END_OF_REPLAY,
@@ -61,6 +62,21 @@ def test_a_stored_event_leaves_out_what_is_default_but_not_what_has_no_default()
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
+
+
+def test_a_block_in_the_pool_is_told_as_the_store_connector_does() -> None:
+    event = PoolBlockStored(B, A, (3, 4))
+    fields = {
+        "block_hashes": [B_INT],
+        "parent_block_hash": A_INT,
+        "token_ids": [3, 4],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "cpu",
+        "lora_name": None,
+    }
+    assert decode(event) == {"type": "BlockStored", **fields, "group_idx": 0}
+    assert decode(event, EventForm.ARRAY) == ["BlockStored", *fields.values()]
 
 
 def test_extra_keys_are_published_without_tags_and_session_when_there_is_one() -> None:

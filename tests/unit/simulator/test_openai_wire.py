@@ -63,9 +63,29 @@ def test_numbers_out_of_range_are_refused(body: dict[str, Any], message: str, pa
 
 
 @pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"min_tokens": -1}, "min_tokens must be greater than or equal to 0, got -1."),
+        (
+            {"max_tokens": 1, "min_tokens": 5},
+            "min_tokens must be less than or equal to max_tokens=1, got 5.",
+        ),
+        (
+            {"max_completion_tokens": 1, "max_tokens": 9, "min_tokens": 5},
+            "min_tokens must be less than or equal to max_tokens=1, got 5.",
+        ),
+    ],
+)
+def test_min_tokens_must_fit_max_tokens(body: dict[str, Any], message: str) -> None:
+    assert refusal(body) == (message, "BadRequestError", None)
+    assert parse_options({"min_tokens": 5}, is_chat=True).max_tokens is None
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"stream": "maybe"}, "body.stream"),
+        ({"kv_transfer_params": []}, "body.kv_transfer_params"),
         ({"n": True}, "body.n"),
         ({"max_tokens": "7"}, "body.max_tokens"),
         ({"stream_options": []}, "body.stream_options"),

@@ -14,6 +14,7 @@ from moongate.simulator.server import (
     config_from_arguments,
     output_token_ids,
 )
+from moongate.simulator.transfer import Connector, Role
 
 
 def parse(*flags: str) -> SimEngineConfig:
@@ -36,6 +37,18 @@ def test_flags_reach_the_configuration() -> None:
     assert config.profile.decode_tokens_per_s == 2.5
     assert config.profile.max_num_seqs == 3
     assert list(config.ranks) == [4, 5]
+
+
+def test_flags_of_a_hand_off_reach_the_configuration() -> None:
+    config = parse(
+        *("--role", "prefill", "--bootstrap-port", "8998", "--transfer-hold-s", "2.5"),
+        *("--kv-bytes-per-token", "100", "--kv-link-bytes-per-s", "1e6"),
+    )
+    assert (config.role, config.connector) == (Role.PREFILL, Connector.MOONCAKE)
+    assert (config.bootstrap_port, config.transfer_hold_s) == (8998, 2.5)
+    assert (config.profile.kv_bytes_per_token, config.profile.kv_link_bytes_per_s) == (100, 1e6)
+    assert parse("--role", "decode", "--kv-connector", "nixl").connector is Connector.NIXL
+    assert parse().connector is Connector.NONE
 
 
 def test_without_flags_there_are_no_events_and_the_own_tokenizer() -> None:
@@ -82,6 +95,9 @@ def test_a_bad_value_ends_with_2_and_says_why(
         (("--blocks", "1"), "no room for a prompt"),
         (("--kv-events-port", "8101"), "port 8101 is used twice"),
         (("--data-parallel-start-rank", "-1"), "start rank at least 0"),
+        (("--role", "prefill", "--bootstrap-port", "8101"), "port 8101 is used twice"),
+        (("--role", "decode", "--kv-connector", "none"), "role decode needs a connector"),
+        (("--kv-connector", "multi"), "multi needs a pool, which engines share only in process"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -1,0 +1,118 @@
+"""What is known of the pool, with its age: pure.
+
+Known is where prefixes end, not which keys exist. A fact is kept under the last block of a prefix, whose
+hash names all that precedes it. *Verified*: the pool said so, a moment ago; later it is only a place to
+start a search from. *Hinted*: an engine announced that it stored the block; what became of it since
+nobody says, so a hint ages out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moongate.router.model import BlockHash
+
+VERIFIED_S = 2.0
+"""How long an answer counts as if it were given now. A turn is shorter, an eviction rarely hits it."""
+
+HINTED_S = 10.0
+"""How long an announcement is believed unverified: the most that credit for lost keys may last."""
+
+FACTS_MAX = 65_536
+HINTS_MAX = 262_144
+
+
+class PoolPrefix(NamedTuple):
+    """Leading blocks that the pool has, and what it says of their copies."""
+
+    blocks: int
+    bytes_per_block: int = 0  # of all shards; 0: not told
+    endpoint: str = ""  # where the last block's copy lies
+    on_disk: bool = False
+
+
+class Recalled(NamedTuple):
+    """What is known of a chain without asking. `is_fresh`: an answer, of which nothing newer is known."""
+
+    prefix: PoolPrefix
+    is_fresh: bool
+    likely_blocks: int  # where a search starts best; 0: nothing is known
+
+
+@dataclass(slots=True)
+class _Fact:
+    prefix: PoolPrefix
+    at: float
+
+
+NOTHING = Recalled(PoolPrefix(0), False, 0)
+
+
+class PoolDirectory:
+    """The facts of one key space. `now` is monotonic and never falls. Bounded; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._facts: OrderedDict[BlockHash, _Fact] = OrderedDict()
+        self._hints: OrderedDict[BlockHash, float] = OrderedDict()  # block -> when it was announced
+        self._bytes_per_block = 0
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    @property
+    def hints(self) -> int:
+        return len(self._hints)
+
+    def note_stored(self, blocks: Sequence[BlockHash], now: float) -> None:
+        """Note that an engine announced these blocks as stored, each with all that precedes it."""
+        hints = self._hints
+        for block in blocks:
+            hints[block] = now
+            hints.move_to_end(block)
+        while hints:
+            block, at = next(iter(hints.items()))
+            if len(hints) <= HINTS_MAX and now - at < HINTED_S:
+                break
+            del hints[block]
+
+    def note_answer(self, chain: Sequence[BlockHash], prefix: PoolPrefix, now: float) -> None:
+        """Note where the prefix of a chain ends, as the pool just said."""
+        self._bytes_per_block = prefix.bytes_per_block or self._bytes_per_block
+        for length in range(prefix.blocks, min(prefix.blocks + 1, len(chain))):
+            self._hints.pop(chain[length], None)  # whoever announced it, it isn't there
+        if not prefix.blocks:
+            return
+        end = chain[prefix.blocks - 1]
+        self._facts[end] = _Fact(prefix, now)
+        self._facts.move_to_end(end)
+        if len(self._facts) > FACTS_MAX:
+            self._facts.popitem(last=False)
+
+    def recall(self, chain: Sequence[BlockHash], usable_blocks: int, now: float) -> Recalled:
+        """Return what is known of a chain. Cost: O(blocks since the deepest that is known)."""
+        facts, hints = self._facts, self._hints
+        for length in range(min(usable_blocks, len(chain)), 0, -1):
+            block = chain[length - 1]
+            fact = facts.get(block)
+            if fact is not None and now - fact.at < VERIFIED_S:
+                return Recalled(fact.prefix, True, length)
+            announced_at = hints.get(block)
+            if announced_at is not None and now - announced_at < HINTED_S:
+                return Recalled(PoolPrefix(length, self._bytes_per_block), False, length)
+            if fact is not None:
+                return Recalled(PoolPrefix(0), False, length)
+        return NOTHING
+
+    def forget(self, chain: Sequence[BlockHash]) -> None:
+        """Disbelieve all that is known of a chain: an engine didn't get from the pool what it should."""
+        for block in chain:
+            self._facts.pop(block, None)
+            self._hints.pop(block, None)
+
+    def forget_all(self) -> None:
+        """Disbelieve everything: the pool was restarted, or can't be reached."""
+        self._facts.clear()
+        self._hints.clear()

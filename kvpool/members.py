@@ -1,0 +1,99 @@
+"""The instances that use a pool, and how each names its blocks there: pure.
+
+Two instances are of one key space when they find what the other stored: same model, same digests, same
+layout of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moongate.kvpool.digests import DigestKeys, HashScheme, SchemeProbe, digest_blocks
+from moongate.kvpool.keys import ONE_SHARD, BlockDigest, KeyLayout, Shard
+from moongate.router.blocks import TOKEN_BYTES
+from moongate.router.events import BlocksStored
+from moongate.router.model import BlockHash, InstanceId, KeySpace, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRules:
+    """What the operator said of keys. `shards` None: to be learned from the pool."""
+
+    seeds: Sequence[str] = ()
+    cache_prefix: str = ""
+    namespace: str = ""
+    shards: Sequence[Shard] | None = None
+
+
+@dataclass(slots=True)
+class Member:
+    """One instance. `uses_pool` None: not told, so it is taken to use it until it shows otherwise."""
+
+    instance_id: InstanceId
+    rules: KeyRules
+    uses_pool: bool | None = None
+    model: str | None = None  # as keys call it
+    block_size_tokens: int | None = None
+    probe: SchemeProbe = field(default_factory=SchemeProbe)
+    presumed: HashScheme | None = None  # that of its peers, or of the process before it
+    epoch: int = 0  # counts its processes
+
+    def __post_init__(self) -> None:
+        self.probe = SchemeProbe(self.rules.seeds)
+
+    def observe(self, event: BlocksStored) -> None:
+        """Learn from an event of the instance."""
+        if event.tier is Tier.DEVICE and event.is_full_attention:
+            self.block_size_tokens = event.block_size_tokens
+            self.probe.observe(event)
+        elif event.tier is Tier.POOL and self.uses_pool is None:
+            self.uses_pool = True
+
+    def restarted(self) -> None:
+        """Presume of a new process what was known of the one before, until it shows otherwise."""
+        self.epoch += 1
+        before = self.probe.scheme
+        self.presumed = before if before is not None and before.seed is not None else self.presumed
+        self.probe = SchemeProbe(self.rules.seeds)
+
+    @property
+    def scheme(self) -> HashScheme | None:
+        """Return how it names blocks: as it shows, or as far as nothing it announced speaks against."""
+        if self.probe.scheme is not None or self.probe.mismatches:
+            return self.probe.scheme
+        return self.presumed
+
+    @property
+    def key_space(self) -> KeySpace | None:
+        """Return the instance's key space, None as long as its keys can't be made."""
+        scheme = self.scheme
+        known = scheme is not None and self.model is not None and self.block_size_tokens is not None
+        if not known or self.uses_pool is False:
+            return None
+        assert scheme is not None
+        seed = f"{self.instance_id}#{self.epoch}" if scheme.seed is None else scheme.seed
+        return KeySpace(f"{self.model}/{scheme.algorithm}/{seed}/{self.block_size_tokens}")
+
+    def layout(self, shards: Sequence[Shard] = ONE_SHARD) -> KeyLayout:
+        assert self.model is not None
+        return KeyLayout(
+            self.model, self.rules.shards or shards, self.rules.cache_prefix, self.rules.namespace
+        )
+
+    def first_digest(
+        self, chain: Sequence[BlockHash], tokens: bytes, keys: DigestKeys | None = None
+    ) -> BlockDigest | None:
+        """Return the digest of a prompt's first block; `keys` isolate it. None: it can't be told.
+
+        Where the seed is of chance, it can be told only of a block that the engine announced.
+        """
+        scheme, size = self.scheme, self.block_size_tokens
+        if scheme is None or size is None or not chain:
+            return None
+        if scheme.root is None:
+            return self.probe.roots.get(chain[0])
+        (digest,) = digest_blocks(
+            scheme.algorithm, scheme.root, tokens[: size * TOKEN_BYTES], size, keys
+        )
+        return digest

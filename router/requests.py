@@ -1,0 +1,412 @@
+"""Unfinished requests: where each was sent, what was reserved for it, and what comes after a failure.
+
+A request has one leg, or two: a prefill leg on one instance, then a decode leg on another. Each leg
+reserves its holder and lets the index assume that it will hold the prompt.
+
+After a failure, before the client has got a byte: another instance is tried. If a prefill leg failed,
+nothing is kept of it, so another pair is tried, and at last an instance that does both. If a decode leg
+did not reach its instance, the same hand-off is delivered to another one; if it did, or may have, the
+prompt is computed anew.
+
+Invariants: a request's reservations are those of its legs under way; each request ends once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from moongate.router.candidates import CandidateTable
+from moongate.router.choosing import Choice, Place
+from moongate.router.commands import Command, Forward, Probe, RelayFailure
+from moongate.router.events import (
+    FailureKind,
+    Outcome,
+    PrefillEnded,
+    PrefillFailed,
+    RequestFailed,
+    RequestFinished,
+    RequestFirstByte,
+)
+from moongate.router.fleet import Fleet, InstanceState
+from moongate.router.index import OwnershipIndex
+from moongate.router.lineage import Lineages, RecentSessions
+from moongate.router.load import LoadTable
+from moongate.router.model import (
+    BlockHash,
+    Holder,
+    InstanceId,
+    KnownPart,
+    Request,
+    RequestId,
+    Trust,
+)
+from moongate.router.policy import Candidate
+from moongate.router.settling import Settling
+
+CONFIRMATION_GRACE_S = 1.0
+"""After a leg ended, the engine's events for it are under way for at most this long; what they have not
+confirmed by then is no longer assumed."""
+
+
+@dataclass(slots=True)
+class Leg:
+    """What a request has on one holder."""
+
+    holder: Holder
+    reservation: RequestId  # names it in the table of loads
+    began_at: float
+    prefill_tokens: int
+    had_prefill_alone: bool  # nobody's prompt was ahead
+    confirmed_tokens: int = 0  # that the holder was known to have, if it computes the rest
+    fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
+    predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
+    predicted_part: range = range(0)  # of it, what was not confirmed already
+
+
+@dataclass(slots=True)
+class Tracked:
+    """An unfinished request."""
+
+    request: Request
+    attempt: int = 0
+    leg: Leg | None = None  # that answers the client
+    prefill: Leg | None = None  # under way, before that
+    tried: list[InstanceId] = field(default_factory=list)  # something was sent there
+    failed: list[InstanceId] = field(default_factory=list)  # of these
+    full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
+    handed_over_tokens: int = 0  # that the leg gets from its prefill
+    has_first_byte: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        prompt = self.request.prompt
+        return prompt is not None and prompt.is_exact
+
+    @property
+    def legs(self) -> list[Leg]:
+        return [leg for leg in (self.prefill, self.leg) if leg is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingLimits:
+    """For how long what was sent is assumed to be held."""
+
+    prediction_s: float
+    approximate_prediction_s: float
+
+
+@dataclass(slots=True)
+class Requests:
+    """All unfinished requests, and what follows from them for the parts of the core."""
+
+    fleet: Fleet
+    index: OwnershipIndex
+    loads: LoadTable
+    lineages: Lineages
+    sessions: RecentSessions
+    settling: Settling
+    candidates: CandidateTable
+    limits: TrackingLimits
+    tracked: dict[RequestId, Tracked] = field(default_factory=dict)
+    predicting: dict[Holder, dict[RequestId, Leg]] = field(default_factory=dict)
+    _forwards: int = 0
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def begin(self, tracked: Tracked, choice: Choice, now: float) -> Forward:
+        """Reserve what was chosen for a request, and say where it goes."""
+        if not (tracked.failed or tracked.full):
+            self._note_lineage(choice)
+        tracked.attempt += 1
+        tracked.handed_over_tokens = 0
+        prefill = choice.prefill
+        if prefill is not None:
+            tracked.prefill = self._open(tracked, prefill, now, name="/prefill")
+            tracked.tried.append(prefill.chosen.holder.instance_id)
+            prompt = tracked.request.prompt
+            count = prompt.token_count if prompt is not None else 0
+            tracked.handed_over_tokens = max(count - choice.chosen.overlap_tokens, 0)
+        else:
+            tracked.tried.append(choice.chosen.holder.instance_id)
+        place = Place(choice.chosen, choice.known)
+        tracked.leg = self._open(tracked, place, now, computes=prefill is None)
+        self._watch_answer(tracked, place)
+        return Forward(
+            tracked.request.id,
+            choice.chosen.holder,
+            choice.decision,
+            tracked.attempt,
+            prefill.chosen.holder if prefill is not None else None,
+        )
+
+    def _note_lineage(self, choice: Choice) -> None:
+        departure = choice.departure
+        self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
+        if departure.chain and departure.lineage.history_blocks == 0:
+            for holder in self.sessions.note(choice.chosen.holder):
+                self.candidates.touch(holder)
+
+    def _open(
+        self, tracked: Tracked, place: Place, now: float, name: str = "", *, computes: bool = True
+    ) -> Leg:
+        """Reserve a holder for a leg. `computes`: it has the prompt to compute."""
+        request, chosen, known = tracked.request, place.chosen, place.known
+        holder = chosen.holder
+        instance = self.get_instance(holder.instance_id)
+        self._forwards += 1
+        instance.last_chosen[holder] = self._forwards
+        instance.begin_trial(request.id)
+        prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
+        reused_tokens = chosen.overlap_tokens + chosen.pool_tokens
+        leg = Leg(
+            holder,
+            RequestId(f"{request.id}{name}"),
+            now,
+            prefill_tokens=max(prompt_tokens - reused_tokens, 0) if computes else 0,
+            had_prefill_alone=self.loads.get(holder).queued_prefill_tokens == 0,
+            confirmed_tokens=chosen.confirmed_tokens if computes else 0,
+            fetching=chosen if chosen.pool_tokens and computes else None,
+        )
+        self.loads.reserve(leg.reservation, holder, leg.prefill_tokens, known.usable_blocks)
+        self.candidates.touch(holder)
+        if known.usable_blocks:
+            self._predict(leg, chosen, known, now)
+        return leg
+
+    def _predict(self, leg: Leg, chosen: Candidate, known: KnownPart, now: float) -> None:
+        """Assume that the holder will have what it has not confirmed of the prompt."""
+        part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
+        will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
+        limits = self.limits
+        lifetime_s = limits.prediction_s if will_confirm else limits.approximate_prediction_s
+        self.index.predict(leg.holder, known.chain[part.start : part.stop], now + lifetime_s)
+        if will_confirm:
+            leg.predicted, leg.predicted_part = known.chain, part
+            self.predicting.setdefault(leg.holder, {})[leg.reservation] = leg
+
+    def _watch_answer(self, tracked: Tracked, place: Place) -> None:
+        """Count what the engine announces of the answer."""
+        if not tracked.is_exact or place.chosen.trust is not Trust.EXACT:
+            return
+        prompt = tracked.request.prompt
+        assert prompt is not None
+        chain, block_tokens, _, _ = place.known
+        holder = place.chosen.holder
+        self.settling.forwarded(tracked.request.id, holder, chain, prompt.token_count, block_tokens)
+
+    # --- on the way -------------------------------------------------------------------------------
+
+    def prefill_ended(self, event: PrefillEnded, now: float) -> None:
+        """The prefill leg is over; the decode leg begins now."""
+        tracked = self.tracked[event.request_id]
+        prefill, leg = tracked.prefill, tracked.leg
+        assert prefill is not None
+        assert leg is not None
+        instance = self.fleet.find(prefill.holder.instance_id)
+        if instance is not None:
+            if instance.suspended_until is not None:
+                instance.resume()
+                self.candidates.reset()
+            if prefill.had_prefill_alone and tracked.is_exact:
+                self._learn_rate(prefill, instance, (now - prefill.began_at) * 1000)
+        self._close(prefill, now)
+        tracked.prefill = None
+        leg.began_at = now
+        if leg.holder.instance_id not in tracked.tried:
+            tracked.tried.append(leg.holder.instance_id)
+
+    def first_byte(self, event: RequestFirstByte, now: float) -> None:
+        """The answer began, so its prompt is computed."""
+        tracked = self.tracked[event.request_id]
+        leg = tracked.leg
+        assert leg is not None
+        if tracked.has_first_byte:
+            return
+        tracked.has_first_byte = True
+        elapsed_ms = (now - leg.began_at) * 1000
+        instance = self.fleet.find(leg.holder.instance_id)
+        if event.shows_prefill and tracked.is_exact and instance is not None:
+            if tracked.handed_over_tokens:
+                self.fleet.observe_handoff(tracked.handed_over_tokens, elapsed_ms)
+            elif leg.had_prefill_alone:
+                self._learn_rate(leg, instance, elapsed_ms)
+        self.loads.end_prefill(leg.reservation)
+        self.candidates.touch(leg.holder)
+
+    def _learn_rate(self, leg: Leg, instance: InstanceState, elapsed_ms: float) -> None:
+        """Learn from the time to the first token: how fast it prefills, or how fast it fetched."""
+        fetching, tokens = leg.fetching, leg.prefill_tokens
+        if fetching is None or fetching.pool is None:
+            self.fleet.observe_prefill(instance, tokens, elapsed_ms)
+            return
+        prefill_ms = tokens / (self.fleet.tokens_per_ms * instance.spec.weight)
+        fetch_ms = elapsed_ms - prefill_ms
+        self.fleet.observe_fetch(instance, fetching.pool, fetching.pool_tokens, fetch_ms)
+
+    # --- failing ----------------------------------------------------------------------------------
+
+    def failed(self, event: RequestFailed | PrefillFailed, now: float) -> list[Command]:
+        """End an attempt that failed before its first byte. Return what follows for the instance."""
+        tracked = self.tracked[event.request_id]
+        leg = tracked.prefill if isinstance(event, PrefillFailed) else tracked.leg
+        assert leg is not None
+        self._close_all(tracked, now)
+        self.settling.drop(event.request_id)
+        tracked.failed.append(leg.holder.instance_id)
+        commands = self._note_failure(leg.holder.instance_id, event.kind)
+        if event.kind is FailureKind.FULL:
+            self._take_back_attempt(tracked)
+        return commands
+
+    def can_redeliver(self, event: RequestFailed | PrefillFailed) -> bool:
+        """Tell whether a decode leg certainly didn't reach its instance, while its blocks are kept."""
+        tracked = self.tracked[event.request_id]
+        was_sent = event.kind not in (FailureKind.UNREACHABLE, FailureKind.FULL)
+        is_decode = isinstance(event, RequestFailed) and tracked.prefill is None
+        return is_decode and tracked.handed_over_tokens > 0 and not was_sent
+
+    def redeliver(self, tracked: Tracked, choice: Choice, now: float) -> Forward:
+        """Send the decode leg of a hand-off to another instance."""
+        handed_over = tracked.handed_over_tokens
+        place = Place(choice.chosen, choice.known)
+        tracked.leg = self._open(tracked, place, now, computes=False)
+        tracked.tried.append(choice.chosen.holder.instance_id)
+        tracked.attempt += 1
+        tracked.handed_over_tokens = handed_over
+        self._watch_answer(tracked, place)
+        return Forward(
+            tracked.request.id,
+            choice.chosen.holder,
+            choice.decision,
+            tracked.attempt,
+            is_redelivery=True,
+        )
+
+    def give_up(self, request_id: RequestId) -> RelayFailure:
+        """Nobody could serve it, so it may be the request's own fault: no instance is charged."""
+        self._end_trials(self.tracked.pop(request_id))
+        return RelayFailure(request_id)
+
+    def _take_back_attempt(self, tracked: Tracked) -> None:
+        """Nothing was sent, so it was no attempt, and says nothing about the instance."""
+        instance_id = tracked.failed.pop()
+        if instance_id in tracked.tried:
+            tracked.tried.remove(instance_id)
+        tracked.full.append(instance_id)
+        tracked.attempt -= 1
+        instance = self.fleet.find(instance_id)
+        if instance is not None:
+            instance.end_trial(tracked.request.id)
+
+    def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
+        instance = self.fleet.find(instance_id)
+        if instance is None:
+            return []
+        match kind:
+            case FailureKind.UNREACHABLE:
+                instance.probed(is_healthy=False, is_gone=True, up_after=1, down_after=1)
+                self.candidates.reset()
+                self.forget_unconfirmable(instance)
+                return [Probe(instance_id)]
+            case FailureKind.DISCONNECTED:
+                return [Probe(instance_id)]
+            case FailureKind.TIMEOUT | FailureKind.STATUS | FailureKind.FULL:
+                return []
+            case _:
+                assert_never(kind)
+
+    def forget_unconfirmable(self, instance: InstanceState) -> None:
+        """Nothing listens there: its process ended, and its cache with it.
+
+        What events confirmed is left to the feed, which finds out exactly once the source is back.
+        """
+        for holder in instance.holders:
+            if self.index.has_holder(holder):
+                self.index.forget_predictions(holder)
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    def finished(self, event: RequestFinished, now: float) -> list[Command]:
+        """End a request that was answered, left or broken off."""
+        tracked = self.tracked.pop(event.request_id)
+        leg = tracked.leg
+        assert leg is not None
+        self._close_all(tracked, now)
+        is_answered = event.outcome is Outcome.ANSWERED
+        length = event.completion_tokens if is_answered else None
+        self.settling.finished(event.request_id, length, now)
+        if is_answered:
+            self._charge_failures(tracked, leg, now)
+        self._end_trials(tracked)
+        return [Probe(leg.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
+
+    def _charge_failures(self, tracked: Tracked, leg: Leg, now: float) -> None:
+        """The last instance that was tried has served what the others could not."""
+        served_by = self.fleet.find(leg.holder.instance_id)
+        if served_by is not None:
+            served_by.resume()
+        for instance_id in tracked.failed:
+            failed = self.fleet.find(instance_id)
+            if failed is None or not failed.is_healthy:
+                continue
+            # Requests that failed together are one reason to back off, not one each.
+            if failed.suspended_until is None or failed.trial == tracked.request.id:
+                failed.suspend(now)
+                self.candidates.reset()
+
+    def _end_trials(self, tracked: Tracked) -> None:
+        for instance_id in {*tracked.tried, *(leg.holder.instance_id for leg in tracked.legs)}:
+            instance = self.fleet.find(instance_id)
+            if instance is not None:
+                instance.end_trial(tracked.request.id)
+
+    def _close_all(self, tracked: Tracked, now: float) -> None:
+        for leg in tracked.legs:
+            self._close(leg, now)
+        tracked.prefill = None
+
+    def _close(self, leg: Leg, now: float) -> None:
+        """End a leg: its load is free, and what it should have cached is soon known."""
+        holder, predicted = leg.holder, leg.predicted
+        self.loads.release(leg.reservation)
+        self.candidates.touch(holder)
+        if not predicted:
+            return
+        leg.predicted = ()
+        part = leg.predicted_part
+        begin = max(part.start, self._predicted_by_others(leg, predicted))
+        if self.index.has_holder(holder):
+            own = predicted[begin : part.stop]
+            self.index.shorten_predictions(holder, own, now + CONFIRMATION_GRACE_S)
+
+    def _predicted_by_others(self, leg: Leg, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks other unfinished requests will fill on its holder."""
+        others = self.predicting[leg.holder]
+        del others[leg.reservation]
+        if not others:
+            del self.predicting[leg.holder]
+        return max((_common_blocks(chain, other.predicted) for other in others.values()), default=0)
+
+    def get_instance(self, instance_id: InstanceId) -> InstanceState:
+        instance = self.fleet.find(instance_id)
+        assert instance is not None, instance_id
+        return instance
+
+
+def alone(request: Request) -> Request:
+    """Return the request as one that is not handed over: the last resort."""
+    return replace(request, may_hand_over=False)
+
+
+def _common_blocks(chain: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
+    """Return how many leading blocks two chains share. Equal hashes have equal prefixes: bisect."""
+    low, high = 0, min(len(chain), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
