@@ -492,11 +492,17 @@ class _Exchange:
                 metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(recompute, "recompute")
 
-    def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
+    def _finish(
+        self,
+        outcome: Outcome,
+        completion_tokens: int | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
         """Give the reservation back, once."""
         if self._is_reserved and not self._is_adopted:
             self._is_reserved = False
-            self._path.driver.handle(RequestFinished(self._id, outcome, completion_tokens))
+            finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens)
+            self._path.driver.handle(finished)
 
     # --- answering --------------------------------------------------------------------------------
 
@@ -663,7 +669,8 @@ class _Exchange:
                 expected_tokens if decision.pool_tokens else 0,
                 cached_tokens,
             )
-        self._finish(Outcome.ANSWERED, usage.completion_tokens() if self._has_one_choice else None)
+        completion_tokens = usage.completion_tokens() if self._has_one_choice else None
+        self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
         self._count(status)
 
     def _count(self, status: int) -> None:

@@ -83,6 +83,9 @@ class BlocksStored:
     extra_keys: tuple[ExtraKeys | None, ...] | None = None  # one per block; None: none has any
     group: int = 0
     is_full_attention: bool = True
+    needed_tokens: int | None = None
+    """How far back from a position the group must be held for reuse there, `WHOLE_PREFIX` for all of
+    it. None: not told, or it has no say in reuse. Of the group that decides, it is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,7 @@ class RequestFinished:
     request_id: RequestId
     outcome: Outcome
     completion_tokens: int | None = None  # of an answer with one choice; None: not told
+    cached_tokens: int | None = None  # of the prompt, by the engine's report; None: not told
 
 
 # --- time -----------------------------------------------------------------------------------------
