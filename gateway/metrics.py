@@ -205,6 +205,8 @@ def _pool_metrics(pooling: Pooling) -> Iterator[Metric]:
         ("moongate_pool_asked_keys", "Keys that the pool was asked for", counts.asked_keys),
         ("moongate_pool_round_trips", "Calls that this took", counts.round_trips),
         ("moongate_pool_failures", "Checks and look-ups without an answer", health.counts.failures),
+        ("moongate_pool_overruns", "Look-ups that took more than their budget",
+         health.counts.overruns),
         ("moongate_pool_restarts", "Times that the pool had lost everything", health.counts.restarts),
         ("moongate_pool_key_mismatch", "Stored blocks that aren't under the keys made here",
          counts.key_mismatches),

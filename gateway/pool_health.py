@@ -1,8 +1,8 @@
 """Whether the shared pool answers, and what it says of itself: asked in the background.
 
-A look-up that gets no answer makes the pool count as down at once, so that one turn pays for it and no
-other; a check then says whether it is. What was known of the pool is void when it was restarted or
-a check finds it down, not for one late answer.
+A look-up that is refused makes the pool count as down at once. One that gets no answer in time is no
+proof, since the machine may be busy as well: the pool is asked how it is, and no turn waits for it until
+it has said so. What was known of the pool is void when it was restarted or a check finds it down.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class HealthCounts:
     """Since the gateway's start."""
 
     failures: int = 0  # checks and look-ups without an answer
+    overruns: int = 0  # look-ups that took more than their budget
     restarts: int = 0
 
 
@@ -50,6 +51,7 @@ class PoolHealth:
         self._check_now = asyncio.Event()
         self._lost_at: float | None = None
         self.is_up = False
+        self._is_suspect = False  # it was too slow, and has not been checked since
         self.state: PoolState | None = None
         self.counts = HealthCounts()
 
@@ -58,11 +60,22 @@ class PoolHealth:
         """Tell whether keys went lately, from within prefixes perhaps: evicted, or with a segment."""
         return self._lost_at is not None and self._clock() - self._lost_at < HOLES_S
 
+    @property
+    def may_ask(self) -> bool:
+        """Tell whether a turn may wait for an answer of the pool."""
+        return self.is_up and not self._is_suspect
+
+    def look_up_overran(self) -> None:
+        """Let nobody wait for the pool until it has said that it is well."""
+        self.counts.overruns += 1
+        self._is_suspect = True
+        self._check_now.set()
+
     def look_up_failed(self, reason: str) -> None:
         """Leave the pool alone until a check, a very next one, finds it well."""
         self.counts.failures += 1
         if self.is_up:
-            logger.warning("the pool did not answer in time: %s", reason)
+            logger.warning("the pool can't be asked: %s", reason)
             self.is_up = False
             self._check_now.set()
 
@@ -91,7 +104,7 @@ class PoolHealth:
         self._compare(self.state, state)
         if not self.is_up:
             logger.info("the pool answers: %s keys", state.key_count)
-        self.is_up, self.state = True, state
+        self.is_up, self._is_suspect, self.state = True, False, state
 
     def _compare(self, before: PoolState | None, now: PoolState) -> None:
         if before is not None and before.epoch != now.epoch:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moongate.gateway.driver import Driver
 from moongate.gateway.pool_health import PoolHealth
-from moongate.kvpool.digests import DigestKeys, DigestMemory
+from moongate.kvpool.digests import ALGORITHMS, DigestKeys, DigestMemory, HashScheme
 from moongate.kvpool.directory import PoolDirectory, PoolPrefix
 from moongate.kvpool.keys import ONE_SHARD, Shard, model_part
 from moongate.kvpool.lookup import PrefixLookup, learn_shards
@@ -50,6 +50,8 @@ SAMPLES_MISSED_MAX = 3
 
 NAMELESS_MAX = 3
 """So many first blocks that no known scheme names: it is another."""
+
+NOTHING_ANNOUNCED: Mapping[str, Any] = {}
 
 HINT_WEIGHT = 0.8
 """What a token is worth that an engine announced as stored, and that nobody has seen since."""
@@ -159,18 +161,27 @@ class Pooling:
         root: str | None,
         block_size_tokens: int | None,
         uses_pool: bool | None,
+        announced: Mapping[str, Any] = NOTHING_ANNOUNCED,
     ) -> None:
         """Take in what discovery found of an instance.
 
-        `root`: where it loaded its model from. `uses_pool` None: it doesn't show.
+        `root`: where it loaded its model from. `uses_pool` None: it doesn't show. `announced`: what it
+        said of itself, its hash algorithm and seed among that.
         """
         member = self._members.setdefault(instance_id, Member(instance_id, self._rules))
         member.model = model_part(root) if root is not None else None
         member.block_size_tokens = member.block_size_tokens or block_size_tokens
         if uses_pool is not None:
             member.uses_pool = uses_pool
+        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
+        if member.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
+            member.presumed = HashScheme(str(algorithm), str(seed))
         self._presume(member)
         self._note_key_space(member)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Forget an instance that is here no more."""
+        self._members.pop(instance_id, None)
 
     def restarted(self, instance_id: InstanceId) -> None:
         """Note that the instance may be another process now, with other names for blocks."""
@@ -236,7 +247,7 @@ class Pooling:
         """Return the request with what the pool holds of its prompt, as far as that can matter."""
         if not self.health.is_up or not known.prompt.is_exact:
             return request
-        may_ask = not self._driver.core.covers(request, self._clock())
+        may_ask = self.health.may_ask and not self._driver.core.covers(request, self._clock())
         parts: dict[KeySpace, PoolPart | None] = {}
         unknown: dict[KeySpace, tuple[_Turn, int | None]] = {}
         for key_space, member in self._members_for(request.model).items():
@@ -288,9 +299,12 @@ class Pooling:
             async with asyncio.timeout(self._budget_s):
                 prefix = await lookup.run(likely)
             turn.space.directory.note_answer(turn.chain, turn.usable_blocks, prefix, self._clock())
-        except (TimeoutError, PoolUnavailable) as error:
-            self.health.look_up_failed(str(error) or "more than the budget")
+        except TimeoutError:
+            self.health.look_up_overran()
             prefix = lookup.seen_so_far()
+        except PoolUnavailable as error:
+            self.health.look_up_failed(str(error))
+            return None
         finally:
             self.counts.lookups += 1
             self.counts.asked_keys += lookup.asked_keys
@@ -396,6 +410,7 @@ class Pooling:
             "asked_keys": counts.asked_keys,
             "round_trips": counts.round_trips,
             "failures": health.counts.failures,
+            "overruns": health.counts.overruns,
             "restarts": health.counts.restarts,
             "key_mismatches": counts.key_mismatches,
             "shortfalls": counts.shortfalls,

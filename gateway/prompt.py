@@ -178,6 +178,12 @@ class PromptPipeline:
             return "local"
         return "remote" if known.has_remote else "none"
 
+    def forget(self, api: EngineApi) -> None:
+        """Forget an instance that is here no more."""
+        self._takers.discard(api)
+        for known in self._models.values():
+            known.verdicts.pop(api, None)
+
     async def _compare(self, model: str, known: _Model, api: EngineApi) -> None:
         renderer = known.loaded
         verdicts, answers = await probe(model, renderer, api)

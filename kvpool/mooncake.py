@@ -138,8 +138,9 @@ def _read_entry(entry: Any) -> Replica | None:
 
 
 def _endpoint_of(value: Mapping[str, Any]) -> str:
-    endpoint = value.get("transport_endpoint_", "")
-    return endpoint if isinstance(endpoint, str) else ""
+    names = ("transport_endpoint_", "transport_endpoint")
+    endpoints = (value.get(name) for name in names)
+    return next((e for e in endpoints if isinstance(e, str) and e), "")
 
 
 def _size_of(value: Mapping[str, Any]) -> int:

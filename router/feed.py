@@ -7,7 +7,7 @@ is `expected`) or SYNCING (it has asked for a replay and keeps live batches back
 - Live batch later than expected: a gap. Ask for `expected` once, keep what comes, apply in order.
 - Live batch earlier than expected: a duplicate if its bytes are those that were applied under this
   number, else the publisher started again: forget everything (a new epoch) and start over.
-- Reconnected, or silent for long: verify. Ask from the last applied batch; its bytes tell whether
+- Reconnected, silent for long, or contradicted by its engine: verify. Ask from the last applied batch; its bytes tell whether
   this is still the same publisher, and what follows it is what was missed.
 - What a replay can't bring back is lost: the source is DEGRADED until its cache is known to be
   empty (a clear, or a restart).
@@ -38,6 +38,10 @@ more look soon afterwards finds it even if the engine has gone idle."""
 
 VERIFY_IDLE_S = 30.0
 """A silent source is asked whether anything was missed (a dropped last message shows no gap)."""
+
+DOUBT_PAUSE_S = 5.0
+"""How often at most a source is asked anew because an engine's report contradicts what it said. The
+report may also be right for another reason: some requests read no cache."""
 
 REPLAY_PATIENCE_S = 10.0
 """A replay that has not ended by then is taken as unanswered. The edge has a shorter time-out."""
@@ -104,6 +108,7 @@ class Feed:
     _has_lost: bool = False  # something that was announced is not known
     _is_unsure: bool = False  # a replay had no answer, so something may have been lost
     _verify_at: float | None = None
+    _doubt_from: float = 0.0  # the next doubt is heeded from then on
 
     # --- what happened ----------------------------------------------------------------------------
 
@@ -158,6 +163,13 @@ class Feed:
             # not take in quickly), and can be had from there.
             return [self._ask(self.expected, _State.SYNCING, now)]
         return self._end_replay(is_complete, now)
+
+    def doubted(self, now: float) -> list[FeedAction]:
+        """What was announced seems not to be so: look now whether anything was missed."""
+        if self._state is not _State.LIVE or not self.has_replay or now < self._doubt_from:
+            return []
+        self._doubt_from = now + DOUBT_PAUSE_S
+        return [self._verify(now)]
 
     def woke(self, now: float) -> list[FeedAction]:
         due = self.next_wake()

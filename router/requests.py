@@ -59,6 +59,7 @@ class Leg:
     began_at: float
     prefill_tokens: int
     had_prefill_alone: bool  # nobody's prompt was ahead
+    confirmed_tokens: int = 0  # that the holder was known to have, if it computes the rest
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
@@ -165,6 +166,7 @@ class Requests:
             now,
             prefill_tokens=max(prompt_tokens - reused_tokens, 0) if computes else 0,
             had_prefill_alone=self.loads.get(holder).queued_prefill_tokens == 0,
+            confirmed_tokens=chosen.confirmed_tokens if computes else 0,
             fetching=chosen if chosen.pool_tokens and computes else None,
         )
         self.loads.reserve(leg.reservation, holder, leg.prefill_tokens, known.usable_blocks)

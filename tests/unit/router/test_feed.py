@@ -6,6 +6,7 @@ they are.
 
 from moongate.router.events import BatchReceived, BlocksUnreadable
 from moongate.router.feed import (
+    DOUBT_PAUSE_S,
     PENDING_BATCHES_MAX,
     REMEMBERED_DIGESTS,
     REPLAY_PATIENCE_S,
@@ -434,4 +435,23 @@ def test_distrust_lasts_until_the_cache_is_known_again() -> None:
     feed.distrust()
     assert trust_of(feed) is Trust.DEGRADED
     feed.believe()
+    assert trust_of(feed) is Trust.EXACT
+
+
+# --- doubts ---------------------------------------------------------------------------------------
+
+
+def test_c57_a_doubt_lets_a_source_be_verified_at_once_and_not_too_often() -> None:
+    feed = make_live(until=2)
+    assert feed.doubted(1.0) == [Ask(from_sequence=1, replay_id=2)]
+    assert feed.doubted(1.0) == [], "it is being verified"
+    assert receive(feed, one(1, replay_id=2), one(2, replay_id=2)) == apply(2)
+    feed.replay_ended(2, is_complete=True, now=1.0)
+    assert feed.doubted(0.9 + DOUBT_PAUSE_S) == []
+    assert feed.doubted(1.0 + DOUBT_PAUSE_S) == [Ask(from_sequence=2, replay_id=3)]
+
+
+def test_c57_without_replay_a_doubt_changes_nothing() -> None:
+    feed = make_live(until=2, has_replay=False)
+    assert feed.doubted(1.0) == []
     assert trust_of(feed) is Trust.EXACT
