@@ -278,10 +278,7 @@ async def test_a_salt_isolates_a_prompt_in_the_pool() -> None:
         other_salt = {"cache_salt": "tenant b"}
         await one.crash(one.engine(plain))
         messages = salted.messages
-        if one.engines[1] is one.engine(plain):
-            survivor = "a"
-        else:
-            survivor = "b"
+        survivor = "a" if one.engines[1] is one.engine(plain) else "b"
         assert (await one.explain(messages, **other_salt))[survivor]["overlap_tokens"]["pool"] == 0
         assert (await one.explain(messages))[survivor]["overlap_tokens"]["pool"] == 0
         turn = await salted.turn(words=10)

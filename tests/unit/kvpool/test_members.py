@@ -49,18 +49,20 @@ def test_who_uses_no_pool_has_none() -> None:
 
 def test_a_random_seed_is_the_process_s_own() -> None:
     one, other = shown("chance 1", "xxhash"), shown("chance 2", "xxhash", B)
-    assert one.key_space == KeySpace("m/xxhash/a#0/4")
-    assert other.key_space == KeySpace("m/xxhash/b#0/4")
+    assert [m.key_space for m in (one, other)] == [
+        KeySpace("m/xxhash/a#0/4"),
+        KeySpace("m/xxhash/b#0/4"),
+    ]
     one.restarted()
-    assert one.key_space is None
     one.block_size_tokens = SIZE
+    assert [m.key_space for m in (one,)] == [None]
     one.observe(stored(digests(tokens(2), "xxhash", "chance 3"), tokens(2)))
-    assert one.key_space == KeySpace("m/xxhash/a#1/4")
+    assert [m.key_space for m in (one,)] == [KeySpace("m/xxhash/a#1/4")]
 
 
 def test_a_new_process_is_presumed_to_be_as_the_one_before_until_it_contradicts() -> None:
     one = shown()
-    one.uses_pool = False
+    one.observe(stored([b"x"], tokens(1), tier=Tier.POOL))
     one.restarted()
     assert (one.scheme, one.uses_pool, one.block_size_tokens) == (USUAL, None, None)
     one.observe(stored([b"another name"], tokens(1)))
