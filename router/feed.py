@@ -107,6 +107,7 @@ class Feed:
     _is_started: bool = False  # a batch was applied, or a replay said that there is none
     _has_lost: bool = False  # something that was announced is not known
     _is_unsure: bool = False  # a replay had no answer, so something may have been lost
+    _unverified_from: int | None = None  # batches from here on may be another publisher's
     _verify_at: float | None = None
     _doubt_from: float = 0.0  # the next doubt is heeded from then on
 
@@ -137,6 +138,8 @@ class Feed:
         if self._state is not _State.CUT:
             self._pending.clear()
         if self.has_replay:
+            if self._unverified_from is None and self.expected > 0:
+                self._unverified_from = self.expected
             return [self._verify(now)]
         # Nobody can tell what happened meanwhile; believing the old blocks would be a guess.
         actions = self._restart()
@@ -210,6 +213,8 @@ class Feed:
             # Also a stream joined in its middle: what was stored before is not known.
             return self._lose_until(batch)
         self._keep_back(batch)
+        if self._unverified_from is not None:
+            return [self._verify(now)]  # else a restart before the gap would go unnoticed
         return [self._ask(self.expected, _State.SYNCING, now)]
 
     def _earlier(self, batch: BatchReceived, now: float) -> list[FeedAction]:
@@ -226,8 +231,9 @@ class Feed:
         self._replay_batches += 1
         actions: list[FeedAction] = []
         if self._state is _State.VERIFYING:
-            if self._digests.get(batch.sequence) == batch.digest:
+            if self._is_sure(batch):
                 self._state = _State.SYNCING
+                self._unverified_from = None
                 return []
             # Another publisher, or one that has forgotten our place: nothing we know is certain.
             actions += self._restart()
@@ -276,7 +282,7 @@ class Feed:
                 continue
             elif (
                 is_beyond
-                and self._replay.from_sequence == self.expected
+                and self._was_asked_for(self.expected)
                 and self._is_hopeless(is_complete)
             ):
                 actions += self._lose_until(batch)
@@ -286,6 +292,12 @@ class Feed:
 
     def _keep_back(self, batch: BatchReceived) -> None:
         self._pending.append((self._replay.replay_id, batch))
+
+    def _was_asked_for(self, sequence: int) -> bool:
+        """Tell whether the last replay was to bring this; one that verifies as well has two chances."""
+        from_sequence = self._replay.from_sequence
+        is_again = self._unverified_from is not None and self._repeats > 0
+        return from_sequence == sequence or (is_again and from_sequence < sequence)
 
     def _is_hopeless(self, is_complete: bool) -> bool:
         """Tell whether asking again for the same sequence is of no use.
@@ -324,11 +336,19 @@ class Feed:
         self._has_lost = self._is_unsure = False
         self._digests.clear()
         self._is_started = False
+        self._unverified_from = None
         return [Forget()]
 
     def _verify(self, now: float) -> Ask:
-        state = _State.VERIFYING if self.expected > 0 else _State.SYNCING
-        return self._ask(max(self.expected - 1, 0), state, now)
+        """Ask from the last batch that is surely this publisher's, if it still is the same."""
+        known = self.expected if self._unverified_from is None else self._unverified_from
+        state = _State.VERIFYING if known > 0 else _State.SYNCING
+        return self._ask(max(known - 1, 0), state, now)
+
+    def _is_sure(self, batch: BatchReceived) -> bool:
+        """Tell whether a batch was applied, before anything that another publisher may have sent."""
+        is_before = self._unverified_from is None or batch.sequence < self._unverified_from
+        return is_before and self._digests.get(batch.sequence) == batch.digest
 
     def _ask(self, from_sequence: int, state: _State, now: float) -> Ask:
         self._state = state
