@@ -115,7 +115,9 @@ def _read_entry(entry: Any) -> Replica | None:
             if isinstance(value, dict):
                 size = value.get("size_", value.get("object_size_", value.get("object_size", 0)))
                 return Replica(
-                    endpoint=str(value.get("transport_endpoint_") or value.get("transport_endpoint") or ""),
+                    endpoint=str(
+                        value.get("transport_endpoint_") or value.get("transport_endpoint") or ""
+                    ),
                     size_bytes=size if isinstance(size, int) else 0,
                     on_disk=name != "values",
                 )

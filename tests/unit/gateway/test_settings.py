@@ -59,6 +59,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "url": "http://127.0.0.1:8102",
         "role": "both",
         "pool": None,
+        "bootstrap_url": None,
         "kv_connector": "auto",
         "kv_events": "tcp://127.0.0.1:5602",
         "kv_replay": "tcp://127.0.0.1:6602",
@@ -145,7 +146,7 @@ SECTIONS = (
         (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
-            "approximate_weight, degraded_weight, fetch_ms, history_weight, session_ms"),
+            "approximate_weight, degraded_weight, fetch_ms, handoff_ms, history_weight, session_ms, stall_ms, stall_weight"),
         ),
         (
             "tokenizer: {forward_ids: always}\n",
@@ -217,7 +218,20 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
     [
         ("weight: -1", "0.weight: Input should be greater than 0; got -1"),
         ("weight: .nan", "0.weight: Input should be a finite number; got nan"),
-        ("role: prefill", "0.role: Input should be 'both'; got 'prefill'"),
+        ("role: prefil", "0.role: Input should be 'both', 'prefill' or 'decode'; got 'prefil'"),
+        (
+            "role: prefill, kv_connector: mooncake",
+            "0: kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as "
+            "http://127.0.0.1:8998",
+        ),
+        (
+            "role: prefill, kv_connector: nixl, bootstrap_url: 'http://h:1'",
+            "0: bootstrap_url: NIXL has none; leave it out, or kv_connector",
+        ),
+        (
+            "role: decode, bootstrap_url: 'http://h:1'",
+            "0: bootstrap_url: only instances that prefill have one",
+        ),
         ("ranks: [0, 0]", "0: ranks: a rank is named twice"),
         ("ranks: [0, x]", "0.ranks: Input should be a valid integer"),
         ("kv_replay: 'tcp://*:1'", "0: kv_replay without kv_events"),
@@ -232,7 +246,7 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
         (
             "rank: 1",
             (
-                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, id, "
+                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, bootstrap_url, id, "
                 "kv_connector, kv_events, kv_replay, models, pool, ranks, role, url, weight"
             ),
         ),
@@ -450,3 +464,30 @@ def test_a_file_that_can_not_be_read_says_so(tmp_path: Path, content: bytes | No
         file.write_bytes(content)
     with pytest.raises(SettingsError, match=f"^{file}: can't be read: "):
         load_settings(file)
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+def test_who_prefills_for_others_needs_somebody_who_decodes() -> None:
+    only = "instances: [{id: p, url: 'http://p', role: prefill}]"
+    assert problems_of(only) == (
+        "m.yaml:1: instances: p only prefills: it needs an instance of role decode or both for the "
+        "same model",
+    )
+    other = "{id: d, url: 'http://d', role: decode, models: [b]}"
+    apart = f"instances: [{{id: p, url: 'http://p', role: prefill, models: [a]}}, {other}]"
+    assert len(problems_of(apart)) == 1
+    alike = f"instances: [{{id: p, url: 'http://p', role: prefill, models: [a, b]}}, {other}]"
+    assert [i.role for i in parse(alike).instances] == ["prefill", "decode"]
+
+
+def test_mooncake_hands_over_where_there_is_a_bootstrap_server_unless_told() -> None:
+    def handoff(fields: str) -> str:
+        text = f"instances: [{{id: p, url: 'http://p'{fields}}}]"
+        return parse(text).instances[0].handoff.value
+
+    assert handoff("") == "nixl"
+    assert handoff(", bootstrap_url: 'http://b:1'") == "mooncake"
+    assert handoff(", bootstrap_url: 'http://b:1', kv_connector: mooncake") == "mooncake"
+    assert handoff(", kv_connector: nixl") == "nixl"
