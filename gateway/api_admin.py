@@ -70,7 +70,7 @@ def make_admin_app(
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """The process is alive. `degraded` names what it has to do without."""
-        is_without_pool = pooling is not None and not pooling.is_up
+        is_without_pool = pooling is not None and not pooling.health.is_up
         return {"status": "ok", **({"degraded": ["pool"]} if is_without_pool else {})}
 
     @app.get("/ready")

@@ -664,10 +664,11 @@ class _Exchange:
             decision = forward.decision
             expected_tokens = decision.device_tokens + decision.pool_tokens
             self._path.pooling.answered(
-                forward.holder.instance_id,
+                (forward.prefill or forward.holder).instance_id,
                 self._known,
                 expected_tokens if decision.pool_tokens else 0,
-                cached_tokens,
+                # What an engine reports that another one prefilled for says nothing of the pool.
+                cached_tokens if forward.prefill is None else None,
             )
         completion_tokens = usage.completion_tokens() if self._has_one_choice else None
         self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)

@@ -218,7 +218,10 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
     [
         ("weight: -1", "0.weight: Input should be greater than 0; got -1"),
         ("weight: .nan", "0.weight: Input should be a finite number; got nan"),
-        ("role: prefil", "0.role: Input should be 'both', 'prefill' or 'decode'; got 'prefil'"),
+        (
+            "role: prefil",
+            "0.role: Input should be 'both', 'prefill' or 'decode'; got 'prefil' (did you mean prefill?)",
+        ),
         (
             "role: prefill, kv_connector: mooncake",
             "0: kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as "
