@@ -224,8 +224,10 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
         ),
         (
             "role: prefill, kv_connector: mooncake",
-            "0: kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as "
-            "http://127.0.0.1:8998",
+            (
+                "0: kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as "
+                "http://127.0.0.1:8998"
+            ),
         ),
         (
             "role: prefill, kv_connector: nixl, bootstrap_url: 'http://h:1'",
@@ -475,8 +477,10 @@ def test_a_file_that_can_not_be_read_says_so(tmp_path: Path, content: bytes | No
 def test_who_prefills_for_others_needs_somebody_who_decodes() -> None:
     only = "instances: [{id: p, url: 'http://p', role: prefill}]"
     assert problems_of(only) == (
-        "m.yaml:1: instances: p only prefills: it needs an instance of role decode or both for the "
-        "same model",
+        (
+            "m.yaml:1: instances: p only prefills: it needs an instance of role decode or both for the "
+            "same model"
+        ),
     )
     other = "{id: d, url: 'http://d', role: decode, models: [b]}"
     apart = f"instances: [{{id: p, url: 'http://p', role: prefill, models: [a]}}, {other}]"
