@@ -8,6 +8,7 @@ it can't do. Descriptions are renewed from time to time, since adapters come and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -131,10 +132,10 @@ class Monitor:
             except Exception:
                 # A bug of ours; an instance that is never checked again would be worse.
                 logger.exception("instance %s could not be checked", watch.link.id)
-            try:
-                await asyncio.wait_for(watch.wake.wait(), self._health.interval_s)
-            except TimeoutError:
-                continue
+            # Not `wait_for`, which until Python 3.12 can lose a cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._health.interval_s):
+                    await watch.wake.wait()
 
     async def _check(self, watch: _Watch) -> None:
         """Check an instance once and report what was found."""

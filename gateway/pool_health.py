@@ -87,8 +87,10 @@ class PoolHealth:
             except Exception:
                 # A bug of ours; a pool that is never checked again would be worse.
                 logger.exception("the pool could not be checked")
+            # Not `wait_for`, which until Python 3.12 can lose a cancellation.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._check_now.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await self._check_now.wait()
 
     async def check(self) -> None:
         """Ask the pool how it is, once."""

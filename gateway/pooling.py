@@ -134,19 +134,21 @@ class Pooling:
         self._stored_within_s = stored_within_s
         self._members: dict[InstanceId, Member] = {}
         self._spaces: dict[KeySpace, _Space] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._checking: asyncio.Task[None] | None = None
+        self._sampling: set[asyncio.Task[None]] = set()
         self.health = PoolHealth(store, clock, self._forget_all)
         self.counts = PoolCounts()
 
     def start(self) -> None:
         self._driver.on_batch = self._observe
         self._driver.on_pooled = self._note_pooled
-        self._tasks.add(asyncio.create_task(self.health.keep_checking()))
+        self._checking = asyncio.create_task(self.health.keep_checking())
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._sampling, *([self._checking] if self._checking is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._store.close()
 
     def _forget_all(self) -> None:
@@ -355,8 +357,8 @@ class Pooling:
         if self._is_sample_due(turn, known):
             turn.space.sampled_at = self._clock()
             task = asyncio.create_task(self._sample(turn, known))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._sampling.add(task)
+            task.add_done_callback(self._sampling.discard)
 
     def _is_sample_due(self, turn: _Turn, known: PromptTokens) -> bool:
         sampled_at = turn.space.sampled_at

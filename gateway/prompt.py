@@ -354,7 +354,8 @@ class PromptPipeline:
         """Raises: TimeoutError, PromptRefused, PromptUnsupported, EngineCallFailed."""
         assert body.model is not None
         fields = prompt_fields(route, body.fields)
-        ids = await asyncio.wait_for(self._ask_engine(body.model, fields), self._budget_s)
+        async with asyncio.timeout(self._budget_s):
+            ids = await self._ask_engine(body.model, fields)
         return self._prompt_of(ids, body)
 
     async def _ask_engine(self, model: str, fields: Mapping[str, Any]) -> Sequence[int]:

@@ -166,7 +166,8 @@ class Chooser:
         assert request.prompt is not None
         chain, block_tokens = _lineage_chain(request.prompt)
         history_tokens = self.lineages.find_history(chain) * block_tokens
-        enough = history_tokens or request.prompt.token_count - 2 * block_tokens
+        usable_tokens = (request.prompt.token_count - 1) // block_tokens * block_tokens
+        enough = min(history_tokens, usable_tokens) or usable_tokens - block_tokens
         duties = (Duty.ALL, Duty.PREFILL) if request.may_hand_over else (Duty.ALL,)
         for duty in duties:
             group = self.table.group(request.model, now, duty=duty)

@@ -241,6 +241,8 @@ class Requests:
         if fetching is None or fetching.pool is None:
             self.fleet.observe_prefill(instance, tokens, elapsed_ms)
             return
+        if fetching.pool.weight < 1.0:
+            return  # it may not have been there
         prefill_ms = tokens / (self.fleet.tokens_per_ms * instance.spec.weight)
         fetch_ms = elapsed_ms - prefill_ms
         self.fleet.observe_fetch(instance, fetching.pool, fetching.pool_tokens, fetch_ms)

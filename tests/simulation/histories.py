@@ -32,11 +32,14 @@ from moongate.router import (
     InstanceDescribed,
     InstanceFacts,
     InstanceId,
+    InstancePooled,
     InstanceProbed,
     InstanceRemoved,
     InstanceSpec,
+    KeySpace,
     ModelCard,
     Outcome,
+    PoolPart,
     Prompt,
     Reject,
     RelayFailure,
@@ -74,6 +77,7 @@ from moongate.router.invariants import check
 from moongate.router.model import TEXT_SPACE, WHOLE_PREFIX, BlockHash
 
 MODEL, ADAPTER = "m", "ad-1"
+KEY_SPACES = (KeySpace("k"), KeySpace("l"))
 POLICIES = ("kv_cost", "kv_cost", "prefix_affinity", "round_robin", "random", "power_of_two")
 CACHE_COPIES_MAX = 12
 PROMPT_TOKENS_MAX = 20
@@ -298,6 +302,7 @@ class Instance:
     is_described: bool = False
     is_healthy: bool = False
     bad_probes: int = 0
+    key_space: KeySpace | None = None
 
     def probed(self, is_healthy: bool, is_gone: bool) -> None:
         if is_healthy:
@@ -336,6 +341,7 @@ class History:
         self.instances: dict[InstanceId, Instance] = {}
         self.open: dict[RequestId, Open] = {}
         self.ended: Counter[RequestId] = Counter()
+        self.asked: dict[RequestId, Request] = {}
         self.arrived = 0
         self.wake_at: float | None = None
         self.recording: list[tuple[float, Event]] = []
@@ -367,6 +373,7 @@ class History:
             *(self._reconnect, self._drop, self._duplicate, self._answer, self._answer_badly),
             *(self._first_byte, self._fail, self._finish, self._pass_time, self._wake),
             *(self._speak_oddly, self._speak_of_others, self._deliver_all, self._answer_at_length),
+            self._name_keys,
         ]
         kinds: list[Callable[[], object]] = list(always)
         for kind in sometimes:
@@ -413,6 +420,10 @@ class History:
         for candidate in ranking:
             found = candidate.candidate
             assert 0 <= found.confirmed_tokens <= found.overlap_tokens <= usable, candidate
+            key_space = self.instances[found.holder.instance_id].key_space
+            pool = self.asked[forward.request_id].pool
+            assert found.pool == (pool.get(key_space) if key_space is not None else None)
+            assert found.overlap_tokens + found.pool_tokens <= usable, candidate
         opened = self.open.setdefault(forward.request_id, Open([]))
         assert holder.instance_id not in {h.instance_id for h in opened.holders}
         opened.holders.append(holder)
@@ -537,6 +548,13 @@ class History:
         self.handle(InstanceRemoved(instance.id))
         for batch in late:  # it was on its way
             self.handle(batch)
+
+    def _name_keys(self) -> None:
+        """Let it be known, or no more, how an instance names blocks in a pool."""
+        instance = self._instance()
+        if instance is not None:
+            instance.key_space = self.chance.choice([None, *KEY_SPACES])
+            self.handle(InstancePooled(instance.id, instance.key_space))
 
     # --- sources ----------------------------------------------------------------------------------
 
@@ -727,14 +745,18 @@ class History:
         chance = self.chance
         self.arrived += 1
         model = chance.choice([MODEL] * 6 + [ADAPTER, "unknown"])
+        prompt = self._prompt(model)
         request = Request(
             RequestId(f"r{self.arrived}"),
             model,
-            self._prompt(model),
+            prompt,
             is_prompt_missing=chance.random() < 0.1,
             session_key=chance.choice([None, "s", "t"]),
             policy=chance.choice([None] * 5 + ["least_loaded", "session_hash", "unknown"]),
+            pool=self._pool_parts(prompt),
         )
+        self.asked[request.id] = request
+        self.core.covers(request, self.now)  # changes nothing
         explained = self.core.explain(request, self.now)
         if explained is not None:
             candidates = self.core.candidates.group(model, self.now).seats
@@ -759,6 +781,23 @@ class History:
             chains = {space: chain(space, beginning) for space in known}
             return Prompt(estimate, chains, is_exact=False)
         return Prompt(len(tokens), {space: chain(space, tokens) for space in known})
+
+    def _pool_parts(self, prompt: Prompt | None) -> dict[KeySpace, PoolPart]:
+        """Return what a pool could have of a prompt; nothing while no instance uses one."""
+        used = any(instance.key_space is not None for instance in self.instances.values())
+        if not used or prompt is None or not prompt.is_exact or prompt.token_count < 2:
+            return {}
+        chance = self.chance
+        return {
+            key_space: PoolPart(
+                tokens=chance.randrange(1, prompt.token_count),
+                bytes_per_token=chance.choice([0.0, 100.0, 1e6]),
+                on_disk=chance.random() < 0.3,
+                weight=chance.choice([1.0, 0.8]),
+            )
+            for key_space in KEY_SPACES
+            if chance.random() < 0.7
+        }
 
     def _some_request(self) -> tuple[RequestId, Open] | None:
         return self.chance.choice(list(self.open.items())) if self.open else None
