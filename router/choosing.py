@@ -159,7 +159,8 @@ class Chooser:
                 request.prompt.token_count if request.prompt is not None else 0,
                 self.fleet.handoff_tokens_per_ms,
             )
-        decision = _decision(request, policy, pair, is_alone=len(local.group.seats) == 1)
+        is_alone = len(local.group.seats) == 1 and prefill is None
+        decision = _decision(request, policy, pair, is_alone=is_alone)
         first_leg = None
         if prefill is not None and pair.prefill is not None:
             first_leg = prefill.place(request, pair.prefill.candidate)
@@ -249,7 +250,7 @@ def _decision(request: Request, policy: Policy, pair: Pair, is_alone: bool) -> D
     best = pair.ranking[0]
     computing = pair.prefill or best  # where the prompt is
     reason = computing.reason
-    if is_alone and pair.prefill is None and reason is not Reason.POOL_PREFIX:
+    if is_alone and reason is not Reason.POOL_PREFIX:
         reason = Reason.ONLY_CHOICE
     elif policy.reads_prompts and request.is_prompt_missing and reason is Reason.LOAD:
         reason = Reason.FALLBACK
