@@ -1,7 +1,7 @@
 """Unfinished requests: where each was sent, what was reserved for it, and what comes after a failure.
 
 A request has one leg, or two: a prefill leg on one instance, then a decode leg on another. Each leg
-reserves its holder and lets the index assume that it will hold the prompt.
+reserves its holder, and once it is sent lets the index assume that the holder will have the prompt.
 
 After a failure, before the client has got a byte: another instance is tried. If a prefill leg failed,
 nothing is kept of it, so another pair is tried, and at last an instance that does both. If a decode leg
@@ -38,7 +38,6 @@ from moongate.router.model import (
     BlockHash,
     Holder,
     InstanceId,
-    KnownPart,
     Request,
     RequestId,
     Trust,
@@ -55,7 +54,7 @@ confirmed by then is no longer assumed."""
 class Leg:
     """What a request has on one holder."""
 
-    holder: Holder
+    place: Place
     reservation: RequestId  # names it in the table of loads
     began_at: float
     lacking_tokens: int  # of the prompt, beyond what it has or fetches
@@ -64,6 +63,17 @@ class Leg:
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
+
+    @property
+    def holder(self) -> Holder:
+        return self.place.chosen.holder
+
+    @property
+    def assumed_blocks(self) -> Sequence[BlockHash]:
+        """Return what the holder is assumed to have on account of this leg only."""
+        chosen, known = self.place
+        begin = chosen.overlap_tokens // known.block_tokens
+        return known.chain[begin : known.usable_blocks]
 
 
 @dataclass(slots=True)
@@ -143,7 +153,7 @@ class Requests:
             tracked.prefill = self._open(tracked, prefill, now, name="/prefill")
         place = Place(choice.chosen, choice.known)
         tracked.leg = self._open(tracked, place, now, computes=prefill is None)
-        tracked.note_tried(tracked.answering.holder.instance_id)
+        self._send(tracked, tracked.answering, now)
         self._watch_answer(tracked, place)
         return Forward(
             tracked.request.id,
@@ -174,7 +184,7 @@ class Requests:
         reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
         lacking_tokens = max(prompt_tokens - reused_tokens, 0)
         leg = Leg(
-            holder,
+            place,
             RequestId(f"{request.id}{name}"),
             now,
             lacking_tokens,
@@ -184,12 +194,14 @@ class Requests:
         )
         self.loads.reserve(leg.reservation, holder, leg.prefill_tokens, known.usable_blocks)
         self.candidates.touch(holder)
-        if known.usable_blocks:
-            self._predict(leg, chosen, known, now)
         return leg
 
-    def _predict(self, leg: Leg, chosen: Candidate, known: KnownPart, now: float) -> None:
-        """Assume that the holder will have what it has not confirmed of the prompt."""
+    def _send(self, tracked: Tracked, leg: Leg, now: float) -> None:
+        """Note that a leg is sent now: its holder will have what it has not confirmed of the prompt."""
+        tracked.note_tried(leg.holder.instance_id)
+        chosen, known = leg.place
+        if not known.usable_blocks or not self.index.has_holder(leg.holder):
+            return
         part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
         will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
         limits = self.limits
@@ -228,7 +240,7 @@ class Requests:
         tracked.prefill = None
         tracked.handed_over_tokens = leg.lacking_tokens if event.is_held else None
         leg.began_at = now
-        tracked.note_tried(leg.holder.instance_id)
+        self._send(tracked, leg, now)
 
     def first_byte(self, event: RequestFirstByte, now: float) -> None:
         """The answer began, so its prompt is computed."""
@@ -265,6 +277,8 @@ class Requests:
         leg = tracked.answering
         assert isinstance(event, PrefillFailed) == (leg is tracked.prefill), event
         unsent = [other for other in tracked.legs if other is not leg]
+        if not event.kind.was_sent and self.index.has_holder(leg.holder):
+            self.index.take_predictions_back(leg.holder, leg.assumed_blocks)
         self._close_all(tracked, now)
         self.settling.drop(event.request_id)
         for other in unsent:
@@ -287,7 +301,7 @@ class Requests:
         place = Place(choice.chosen, choice.known)
         leg = tracked.leg = self._open(tracked, place, now, computes=False)
         tracked.handed_over_tokens = leg.lacking_tokens
-        tracked.note_tried(leg.holder.instance_id)
+        self._send(tracked, leg, now)
         self._watch_answer(tracked, place)
         # Its prompt was computed where it was, and reused there what it did.
         decision = tracked.decision._replace(ranking=choice.decision.ranking)
