@@ -109,13 +109,15 @@ class Chooser:
         if not (request.may_hand_over and self.fleet.has_prefill(request.model)):
             duty = Duty.WHOLE if request.stays_whole else Duty.ALL
             ranking = self._rank(policy, request, random_below, now, excluded, places, duty)
-            return _alone(policy, request, ranking) if ranking is not None else None
+            if ranking is None:
+                return None
+            return _alone(policy, request, ranking, is_only=len(ranking.group.seats) == 1)
         local = self._rank(policy, request, random_below, now, excluded, None, Duty.ALL)
         if local is None:
             return None
         prefill = self._rank(policy, request, random_below, now, excluded, places, Duty.PREFILL)
         if prefill is None:
-            return _alone(policy, request, local)
+            return _alone(policy, request, local, is_only=len(local.group.seats) == 1)
         return self._pair(policy, request, local, prefill)
 
     def _rank(
@@ -154,7 +156,7 @@ class Chooser:
             self.fleet.handoff_tokens_per_ms,
         )
         if pair.prefill is None:
-            return _alone(policy, request, local._replace(ranked=pair.ranking))
+            return _alone(policy, request, local._replace(ranked=pair.ranking), is_only=False)
         chosen, known = local.place(request, pair.ranking[0].candidate)
         decision = _decision(request, policy, pair.ranking, pair.prefill, is_only=False)
         first_leg = prefill.place(request, pair.prefill.candidate)
@@ -239,9 +241,8 @@ def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
     return known.chain, known.block_tokens
 
 
-def _alone(policy: Policy, request: Request, ranking: _Ranking) -> Choice:
+def _alone(policy: Policy, request: Request, ranking: _Ranking, *, is_only: bool) -> Choice:
     """Return the first of a ranking as where a request goes, to be served by it alone."""
-    is_only = len(ranking.group.seats) == 1
     decision = _decision(request, policy, ranking.ranked, None, is_only=is_only)
     chosen, known = ranking.place(request, ranking.ranked[0].candidate)
     return Choice(chosen, known, decision, ranking.departure)

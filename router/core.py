@@ -219,15 +219,10 @@ class RouterCore:
     def _reject(self, request_id: RequestId, reason: RejectReason) -> Reject:
         return Reject(request_id, reason, retry_after_s=self.limits.retry_after_s)
 
-    def _try_forward(
-        self, tracked: Tracked, now: float, *, is_alone: bool = False
-    ) -> Forward | None:
-        """Choose a holder, or a pair, and reserve it, in one step. None: nobody is left to choose.
-
-        `is_alone`: not a pair.
-        """
-        request = alone(tracked.request) if is_alone else tracked.request
-        choice = self._choose(request, now, self._random_below, [*tracked.failed, *tracked.full])
+    def _try_forward(self, tracked: Tracked, now: float) -> Forward | None:
+        """Choose a holder, or a pair, and reserve it, in one step. None: nobody is left to choose."""
+        request = alone(tracked.request) if tracked.is_alone else tracked.request
+        choice = self._choose_other(tracked, request, now)
         return self._requests.begin(tracked, choice, now) if choice is not None else None
 
     def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
@@ -242,35 +237,35 @@ class RouterCore:
                 commands += self.sources.doubt(leg.holder, instance, now)
         return commands
 
+    def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
+        """Choose who else fetches the blocks that a prefill instance keeps for the request."""
+        choice = self._choose_other(tracked, alone(tracked.request), now)
+        return self._requests.redeliver(tracked, choice, now) if choice is not None else None
+
+    def _choose_other(self, tracked: Tracked, request: Request, now: float) -> Choice | None:
+        excluded = [*tracked.failed, *tracked.full]
+        return self._choose(request, now, self._random_below, excluded)
+
     def _request_failed(self, event: RequestFailed | PrefillFailed, now: float) -> list[Command]:
         """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
         requests = self._requests
         tracked, redelivers = requests.tracked[event.request_id], requests.can_redeliver(event)
         commands = requests.failed(event, now)
-        forward = self._try_again(tracked, event, now, redelivers=redelivers)
+        if redelivers:
+            forward = self._redeliver(tracked, now)
+        else:
+            forward = self._try_again(tracked, event, now)
         return [*commands, requests.give_up(event.request_id) if forward is None else forward]
 
     def _try_again(
-        self,
-        tracked: Tracked,
-        event: RequestFailed | PrefillFailed,
-        now: float,
-        *,
-        redelivers: bool,
+        self, tracked: Tracked, event: RequestFailed | PrefillFailed, now: float
     ) -> Forward | None:
-        if tracked.attempt < self.limits.attempts_max:
-            if redelivers:
-                return self._redeliver(tracked, now)
-            return self._try_forward(tracked, now)
-        if isinstance(event, PrefillFailed) and tracked.attempt == self.limits.attempts_max:
+        attempts_max = self.limits.attempts_max
+        if isinstance(event, PrefillFailed) and tracked.attempt == attempts_max:
             # No prefill instance could do it; one that computes for itself perhaps can.
-            return self._try_forward(tracked, now, is_alone=True)
-        return None
-
-    def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
-        excluded = [*tracked.failed, *tracked.full]
-        choice = self._choose(alone(tracked.request), now, self._random_below, excluded)
-        return self._requests.redeliver(tracked, choice, now) if choice is not None else None
+            tracked.is_alone = True
+        may_try = tracked.attempt < attempts_max + tracked.is_alone
+        return self._try_forward(tracked, now) if may_try else None
 
     # --- choosing ---------------------------------------------------------------------------------
 
