@@ -108,6 +108,7 @@ class Feed:
     _has_lost: bool = False  # something that was announced is not known
     _is_unsure: bool = False  # a replay had no answer, so something may have been lost
     _verify_at: float | None = None
+    _certain: int | None = None  # the batch that is asked for, until a publisher shows that it has it
     _doubt_from: float = 0.0  # the next doubt is heeded from then on
 
     # --- what happened ----------------------------------------------------------------------------
@@ -228,6 +229,7 @@ class Feed:
         if self._state is _State.VERIFYING:
             if self._digests.get(batch.sequence) == batch.digest:
                 self._state = _State.SYNCING
+                self._certain = None
                 return []
             # Another publisher, or one that has forgotten our place: nothing we know is certain.
             actions += self._restart()
@@ -323,12 +325,20 @@ class Feed:
         self.expected = 0
         self._has_lost = self._is_unsure = False
         self._digests.clear()
+        self._certain = None
         self._is_started = False
         return [Forget()]
 
     def _verify(self, now: float) -> Ask:
-        state = _State.VERIFYING if self.expected > 0 else _State.SYNCING
-        return self._ask(max(self.expected - 1, 0), state, now)
+        """Ask for the last batch that is certainly of the publisher that we know.
+
+        Batches that came after a question without an answer may be of another one already.
+        """
+        if self.expected == 0:
+            return self._ask(0, _State.SYNCING, now)
+        if self._certain is None:
+            self._certain = self.expected - 1
+        return self._ask(self._certain, _State.VERIFYING, now)
 
     def _ask(self, from_sequence: int, state: _State, now: float) -> Ask:
         self._state = state
