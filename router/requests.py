@@ -55,6 +55,7 @@ class Leg:
     """What a request has on one holder."""
 
     place: Place
+    holder: Holder  # that of the place
     reservation: RequestId  # names it in the table of loads
     began_at: float
     lacking_tokens: int  # of the prompt, beyond what it has or fetches
@@ -64,10 +65,6 @@ class Leg:
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
-
-    @property
-    def holder(self) -> Holder:
-        return self.place.chosen.holder
 
     @property
     def assumed_blocks(self) -> Sequence[BlockHash]:
@@ -186,7 +183,8 @@ class Requests:
         lacking_tokens = max(prompt_tokens - reused_tokens, 0)
         leg = Leg(
             place,
-            RequestId(f"{request.id}{name}"),
+            holder,
+            RequestId(f"{request.id}{name}") if name else request.id,
             now,
             lacking_tokens,
             prefill_tokens=lacking_tokens if computes else 0,
