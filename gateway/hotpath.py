@@ -192,31 +192,12 @@ class _Exchange:
         try:
             self._check_method()
             body = self._body = self._parse(self._client.take_body())
-            model = self._find_model(body)
-            self._model_label = model
-            policy = self._find_policy()
-            if self._path.driver.core.get_policy(policy).reads_prompts:
-                self._read = await self._read_prompt(body)
-            read = self._read
-            hands_over = self._path.driver.core.fleet.has_prefill(model)
-            request = Request(
-                id=self._id,
-                model=model,
-                prompt=read.prompt,
-                is_prompt_missing=read.fallback is not None,
-                session_key=find_session_key(
-                    self._headers, body, self._path.settings.session.header
-                ),
-                tie_key=find_user(body),
-                policy=policy,
-                may_hand_over=hands_over and may_hand_over(self._route, body),
-                stays_whole=hands_over and self._stays_whole(body, model),
-            )
             self._has_one_choice = body.top.get("n") in (None, 1)
+            request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
-            if self._path.pooling is not None and read.prompt is not None:
-                self._known = self._name_blocks(read, body)
+            if self._path.pooling is not None and self._read.prompt is not None:
+                self._known = self._name_blocks(self._read, body)
                 request = await self._path.pooling.enrich(request, self._known)
             await self._forward(self._handle_arrival(request))
         except GatewayError as error:
@@ -258,6 +239,25 @@ class _Exchange:
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
+
+    async def _read_request(self, body: Body) -> Request:
+        """Return the request as routing sees it. Raises: GatewayError."""
+        model = self._model_label = self._find_model(body)
+        policy = self._find_policy()
+        if self._path.driver.core.get_policy(policy).reads_prompts:
+            self._read = await self._read_prompt(body)
+        hands_over = self._path.driver.core.fleet.has_prefill(model)
+        return Request(
+            id=self._id,
+            model=model,
+            prompt=self._read.prompt,
+            is_prompt_missing=self._read.fallback is not None,
+            session_key=find_session_key(self._headers, body, self._path.settings.session.header),
+            tie_key=find_user(body),
+            policy=policy,
+            may_hand_over=hands_over and may_hand_over(self._route, body),
+            stays_whole=hands_over and self._stays_whole(body, model),
+        )
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""

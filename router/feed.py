@@ -108,7 +108,9 @@ class Feed:
     _has_lost: bool = False  # something that was announced is not known
     _is_unsure: bool = False  # a replay had no answer, so something may have been lost
     _verify_at: float | None = None
-    _certain: int | None = None  # the batch that is asked for, until a publisher shows that it has it
+    _certain: int | None = (
+        None  # the batch that is asked for, until a publisher shows that it has it
+    )
     _doubt_from: float = 0.0  # the next doubt is heeded from then on
 
     # --- what happened ----------------------------------------------------------------------------

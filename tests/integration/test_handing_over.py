@@ -371,3 +371,14 @@ async def test_a_next_turn_stays_where_it_was_decoded_unless_it_brings_a_long_ne
         assert paths == ["p0", None, "p0"]
         assert answers[1].headers["x-moongate-reason"] == "device_prefix"
         await fleet.until_idle()
+
+
+async def test_an_explanation_names_the_pair_that_a_request_would_go_to() -> None:
+    async with pd_fleet() as fleet:
+        body = {"model": "m", "prompt": PROMPT}
+        told = (await fleet.gateway.client.post("/admin/explain", json=body)).json()
+        assert (told["instance"], told["prefill_instance"]) == ("d0", "p0")
+        several = {**body, "n": 2}
+        told = (await fleet.gateway.client.post("/admin/explain", json=several)).json()
+        assert (told["instance"], told["prefill_instance"]) == ("d0", None)
+        assert not any(engine.received for engine in fleet.engines)

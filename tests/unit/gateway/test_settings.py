@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moongate.gateway.settings import Settings, SettingsError, load_settings, parse_settings
+from moongate.router.handoff import HandoffKind
 
 ONE = "instances:\n  - {id: a, url: http://127.0.0.1:8101}\n"
 
@@ -59,8 +60,8 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "url": "http://127.0.0.1:8102",
         "role": "both",
         "pool": None,
-        "bootstrap_url": None,
         "kv_connector": "auto",
+        "bootstrap_url": None,
         "kv_events": "tcp://127.0.0.1:5602",
         "kv_replay": "tcp://127.0.0.1:6602",
         "ranks": 2,
@@ -146,7 +147,8 @@ SECTIONS = (
         (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
-            "approximate_weight, degraded_weight, fetch_ms, handoff_ms, history_weight, session_ms, stall_ms, stall_weight"),
+            "approximate_weight, degraded_weight, fetch_ms, "
+            "handoff_ms, history_weight, session_ms, stall_ms, stall_weight"),
         ),
         (
             "tokenizer: {forward_ids: always}\n",
@@ -220,7 +222,17 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
         ("weight: .nan", "0.weight: Input should be a finite number; got nan"),
         (
             "role: prefil",
-            "0.role: Input should be 'both', 'prefill' or 'decode'; got 'prefil' (did you mean prefill?)",
+            (
+                "0.role: Input should be 'both', 'prefill' or 'decode'; got 'prefil' "
+                "(did you mean prefill?)"
+            ),
+        ),
+        (
+            "kv_connector: moncake",
+            (
+                "0.kv_connector: Input should be 'auto', 'mooncake' or 'nixl'; got 'moncake' "
+                "(did you mean mooncake?)"
+            ),
         ),
         (
             "role: prefill, kv_connector: mooncake",
@@ -230,12 +242,16 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
             ),
         ),
         (
-            "role: prefill, kv_connector: nixl, bootstrap_url: 'http://h:1'",
+            "role: prefill, kv_connector: nixl, bootstrap_url: 'http://h:8998'",
             "0: bootstrap_url: NIXL has none; leave it out, or kv_connector",
         ),
         (
-            "role: decode, bootstrap_url: 'http://h:1'",
+            "role: decode, bootstrap_url: 'http://h:8998'",
             "0: bootstrap_url: only instances that prefill have one",
+        ),
+        (
+            "role: prefill, bootstrap_url: 'h:8998'",
+            "0.bootstrap_url: expected http://host:port; got 'h:8998'",
         ),
         ("ranks: [0, 0]", "0: ranks: a rank is named twice"),
         ("ranks: [0, x]", "0.ranks: Input should be a valid integer"),
@@ -251,7 +267,8 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
         (
             "rank: 1",
             (
-                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, bootstrap_url, id, "
+                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, "
+                "bootstrap_url, id, "
                 "kv_connector, kv_events, kv_replay, models, pool, ranks, role, url, weight"
             ),
         ),
@@ -471,30 +488,55 @@ def test_a_file_that_can_not_be_read_says_so(tmp_path: Path, content: bytes | No
         load_settings(file)
 
 
-# --- roles ----------------------------------------------------------------------------------------
+# --- prefill and decode apart -----------------------------------------------------------------------
 
 
-def test_who_prefills_for_others_needs_somebody_who_decodes() -> None:
-    only = "instances: [{id: p, url: 'http://p', role: prefill}]"
-    assert problems_of(only) == (
-        (
-            "m.yaml:1: instances: p only prefills: it needs an instance of role decode or both for the "
-            "same model"
-        ),
+def fleet(*instances: str) -> str:
+    lines = [
+        f"  - {{id: {'abcd'[n]}, url: 'http://h:{n + 1}', {fields}}}\n"
+        for n, fields in enumerate(instances)
+    ]
+    return "instances:\n" + "".join(lines)
+
+
+@pytest.mark.parametrize(
+    "partners",
+    [
+        ("role: decode",),
+        ("role: both",),
+        ("role: decode, models: [other]", "role: decode, models: [x, m]"),
+        ("role: prefill", "role: decode"),
+    ],
+)
+def test_a_prefill_instance_needs_one_that_decodes(partners: tuple[str, ...]) -> None:
+    assert parse(fleet("role: prefill, models: [m]", *partners)).instances[0].role == "prefill"
+
+
+@pytest.mark.parametrize(
+    "partners",
+    [(), ("role: prefill",), ("role: decode, models: [other]",), ("role: both, models: [x, y]",)],
+)
+def test_a_prefill_instance_without_a_partner_for_its_model_is_refused(
+    partners: tuple[str, ...],
+) -> None:
+    (problem,) = problems_of(fleet("role: prefill, models: [m]", *partners))
+    assert problem == (
+        "m.yaml:1: instances: a only prefills: it needs an instance of role decode or both for the "
+        "same model"
     )
-    other = "{id: d, url: 'http://d', role: decode, models: [b]}"
-    apart = f"instances: [{{id: p, url: 'http://p', role: prefill, models: [a]}}, {other}]"
-    assert len(problems_of(apart)) == 1
-    alike = f"instances: [{{id: p, url: 'http://p', role: prefill, models: [a, b]}}, {other}]"
-    assert [i.role for i in parse(alike).instances] == ["prefill", "decode"]
 
 
-def test_mooncake_hands_over_where_there_is_a_bootstrap_server_unless_told() -> None:
-    def handoff(fields: str) -> str:
-        text = f"instances: [{{id: p, url: 'http://p'{fields}}}]"
-        return parse(text).instances[0].handoff.value
-
-    assert handoff("") == "nixl"
-    assert handoff(", bootstrap_url: 'http://b:1'") == "mooncake"
-    assert handoff(", bootstrap_url: 'http://b:1', kv_connector: mooncake") == "mooncake"
-    assert handoff(", kv_connector: nixl") == "nixl"
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ("kv_connector: auto", HandoffKind.NIXL),
+        ("bootstrap_url: 'http://h:8998'", HandoffKind.MOONCAKE),
+        ("kv_connector: mooncake, bootstrap_url: 'http://h:8998'", HandoffKind.MOONCAKE),
+        ("kv_connector: nixl", HandoffKind.NIXL),
+    ],
+)
+def test_a_bootstrap_server_tells_the_connector_unless_it_is_named(
+    fields: str, kind: HandoffKind
+) -> None:
+    settings = parse(fleet(f"role: prefill, {fields}", "role: decode"))
+    assert settings.instances[0].handoff is kind
