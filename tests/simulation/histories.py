@@ -357,6 +357,9 @@ class History:
         # Some fleets prefill and decode apart, and much of what happens to them is about that.
         self.is_apart = chance.random() < 0.3
         self.kinds = self._choose_kinds()
+        # Of its own, so that what a pool has changes nothing else of a history.
+        self.pool_chance = random.Random(self.seed)
+        self.has_pool = self.pool_chance.random() < 0.5
 
     def run(self, steps: int) -> None:
         """Let a fleet join and `steps` things happen, then heal it and compare it with the truth."""
@@ -364,6 +367,8 @@ class History:
             self._join()
         for _ in range(steps):
             self.chance.choice(self.kinds)()
+            if self.has_pool and self.pool_chance.random() < 0.1:
+                self._name_keys()
         self.heal()
         self.check_converged()
         self.check_trusted()
@@ -383,7 +388,6 @@ class History:
             *(self._reconnect, self._drop, self._duplicate, self._answer, self._answer_badly),
             *(self._first_byte, self._fail, self._finish, self._pass_time, self._wake),
             *(self._speak_oddly, self._speak_of_others, self._deliver_all, self._answer_at_length),
-            self._name_keys,
         ]
         kinds: list[Callable[[], object]] = list(always)
         if self.is_apart:
@@ -584,9 +588,10 @@ class History:
 
     def _name_keys(self) -> None:
         """Let it be known, or no more, how an instance names blocks in a pool."""
-        instance = self._instance()
-        if instance is not None:
-            instance.key_space = self.chance.choice([None, *KEY_SPACES])
+        chance = self.pool_chance
+        if self.instances:
+            instance = chance.choice(list(self.instances.values()))
+            instance.key_space = chance.choice([None, *KEY_SPACES])
             self.handle(InstancePooled(instance.id, instance.key_space))
 
     # --- sources ----------------------------------------------------------------------------------
@@ -825,7 +830,7 @@ class History:
         used = any(instance.key_space is not None for instance in self.instances.values())
         if not used or prompt is None or not prompt.is_exact or prompt.token_count < 2:
             return {}
-        chance = self.chance
+        chance = self.pool_chance
         return {
             key_space: PoolPart(
                 tokens=chance.randrange(1, prompt.token_count),
