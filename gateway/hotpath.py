@@ -49,6 +49,7 @@ from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.routes import PromptKind
+from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
 from moongate.gateway.sse import EventSplitter, ends_stream
 from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked, without_usage_events
@@ -110,8 +111,10 @@ class HotPath:
         prompts: PromptPipeline,
         metrics: Metrics,
         pooling: Pooling | None = None,
+        seeding: Seeding | None = None,
     ) -> None:
         self.pooling = pooling
+        self.seeding = seeding
         self.settings = settings
         self.driver = driver
         self.links = links
@@ -204,6 +207,8 @@ class _Exchange:
             if self._path.pooling is not None and read.prompt is not None:
                 self._known = self._name_blocks(read, body)
                 request = await self._path.pooling.enrich(request, self._known)
+                if self._path.seeding is not None:
+                    self._path.seeding.note(self._id, self._known)
             await self._forward(self._handle_arrival(request))
         except GatewayError as error:
             self.refuse(error)
@@ -221,6 +226,8 @@ class _Exchange:
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
+            if self._path.seeding is not None:
+                self._path.seeding.forget(self._id)
 
     def _check_method(self) -> None:
         method = self._client.method

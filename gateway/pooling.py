@@ -29,6 +29,7 @@ from moongate.router import (
     InstancePooled,
     KeySpace,
     NotePooled,
+    PoolChecked,
     PoolPart,
     Prompt,
     Request,
@@ -167,9 +168,11 @@ class Pooling:
         if not self.is_up:
             logger.info("the pool answers: %s keys", state.key_count)
         self.is_up, self._is_suspect, self.state = True, False, state
+        self._driver.handle(PoolChecked(is_up=True, use=state.use))
 
     def _set_down(self) -> None:
         self.is_up = False
+        self._driver.handle(PoolChecked(is_up=False))
         self.counts.failures += 1
         self._forget_all()
 

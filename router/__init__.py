@@ -16,6 +16,7 @@ from moongate.router.commands import (
     RejectReason,
     RelayFailure,
     RequestReplay,
+    Seed,
     WakeAt,
 )
 from moongate.router.core import RouterCore, RouterLimits
@@ -29,6 +30,7 @@ from moongate.router.events import (
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PoolChecked,
     PrefillEnded,
     PrefillFailed,
     ReplayEnded,
@@ -36,6 +38,7 @@ from moongate.router.events import (
     RequestFailed,
     RequestFinished,
     RequestFirstByte,
+    SeedingEnded,
     SourceClosed,
     SourceLost,
     SourceOpened,
@@ -61,6 +64,7 @@ from moongate.router.model import (
     Trust,
 )
 from moongate.router.policy import Candidate, Policy, Ranked, make_policy
+from moongate.router.seeding import SeedingLimits
 
 __all__ = [
     "BatchReceived",
@@ -85,6 +89,7 @@ __all__ = [
     "NotePooled",
     "Outcome",
     "Policy",
+    "PoolChecked",
     "PoolPart",
     "PrefillEnded",
     "PrefillFailed",
@@ -106,6 +111,9 @@ __all__ = [
     "Role",
     "RouterCore",
     "RouterLimits",
+    "Seed",
+    "SeedingEnded",
+    "SeedingLimits",
     "SourceClosed",
     "SourceId",
     "SourceLost",

@@ -220,6 +220,25 @@ class RequestFinished:
     completion_tokens: int | None = None  # of an answer with one choice; None: not told
 
 
+# --- the pool -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChecked:
+    """The shared pool was asked how it is. `use`: allocated over capacity; None: it doesn't say."""
+
+    is_up: bool
+    use: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeedingEnded:
+    """A seeding is over. `is_done`: the engine answered it."""
+
+    seeding_id: RequestId
+    is_done: bool
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -246,5 +265,7 @@ Event = (
     | RequestFirstByte
     | RequestFailed
     | RequestFinished
+    | PoolChecked
+    | SeedingEnded
     | WakeUp
 )
