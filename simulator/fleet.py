@@ -59,6 +59,9 @@ MODEL = "sim"
 KEY_SPACE = KeySpace(MODEL)
 LAYOUT = KeyLayout(MODEL)
 
+STRANGER = "stranger/"
+"""Begins the name of what another client sent to an engine."""
+
 Tokens = Sequence[int]
 
 
@@ -114,6 +117,7 @@ class VirtualFleet:
         self.on_step: Callable[[], None] = lambda: None  # after each thing that happened
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._strangers = 0
         self._root = make_root_digest(DEFAULT_HASH_SEED)
         self._engines = {name: self._make_engine(name) for name in instance_ids}
         for name in instance_ids:
@@ -168,6 +172,12 @@ class VirtualFleet:
         engine = self._engines[instance_id]
         engine.model.submit(EngineRequest(request_id, tokens, max_tokens), self.now)
         self._step_at(engine, max(self.now, engine.busy_until))
+
+    def warm(self, instance_id: InstanceId, tokens: Tokens) -> None:
+        """Let an instance compute a prompt for another client, past the core; it tells its blocks."""
+        self._strangers += 1
+        self.submit(instance_id, f"{STRANGER}{self._strangers}", tokens, max_tokens=1)
+        self.run()
 
     def _seed(self, seed: Seed) -> None:
         tokens = self.sent[seed.request_id].tokens[: seed.tokens]
@@ -256,6 +266,8 @@ class VirtualFleet:
             engine.sequence += 1
             self.handle(decode_batch(engine.source, frame))
         for output in step.outputs:
+            if output.request_id.startswith(STRANGER):
+                continue
             request_id = RequestId(output.request_id)
             if request_id in self.seedings:
                 self.handle(SeedingEnded(request_id, is_done=True))
