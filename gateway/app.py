@@ -117,7 +117,8 @@ class Gateway:
         settings = self.settings.pool
         if settings.kind == "none":
             return None
-        store = self._pool or MemoryPool(MEMORY_POOL_BYTES)
+        # Not `or`: a pool is as long as it has keys, and at first has none.
+        store = self._pool if self._pool is not None else MemoryPool(MEMORY_POOL_BYTES)
         if settings.kind == "mooncake":
             store = MooncakeMaster(settings.master_url, timeout_s=POOL_TIMEOUT_S)
         return Pooling(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
+from home_policy import Home
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moongate.router import (
-    Candidate,
     FailureKind,
     Holder,
     InstanceDescribed,
@@ -20,8 +20,6 @@ from moongate.router import (
     Outcome,
     PoolChecked,
     PoolPart,
-    Ranked,
-    Reason,
     Request,
     RequestArrived,
     RequestFailed,
@@ -37,7 +35,6 @@ from moongate.router import (
 )
 from moongate.router.invariants import check
 from moongate.router.model import BlockHash, BlockSpace
-from moongate.router.policy import RandomBelow, Situation
 from moongate.router.seeding import DEMAND_S, RECENT_S, Demand, Site, find_target
 
 from .builders import MODEL, SOURCE_A, A, B, C, add, batch, facts, feed, last_of_n, prompt, stored
@@ -156,19 +153,6 @@ def test_of_too_many_points_the_least_recent_is_forgotten() -> None:
 
 SYSTEM = tuple(range(1, 9))  # 4 blocks
 POOLED = PoolPart(8, 1.0)
-
-
-class Home:
-    """To whom has the most of the prompt: a holder stays the only one until another is seeded."""
-
-    name = "home"
-    reads_prompts = True
-
-    def rank(
-        self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
-    ) -> list[Ranked]:
-        order = sorted(candidates, key=lambda c: (-c.overlap_tokens, c.holder))
-        return [Ranked(candidate, Reason.DEVICE_PREFIX) for candidate in order]
 
 
 class Fleet:
