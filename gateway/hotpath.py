@@ -56,6 +56,7 @@ from moongate.gateway.relaying import (
     wrap_text_error,
 )
 from moongate.gateway.routes import PromptKind
+from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
 from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked
 from moongate.gateway.upstream import (
@@ -115,8 +116,10 @@ class HotPath:
         prompts: PromptPipeline,
         metrics: Metrics,
         pooling: Pooling | None = None,
+        seeding: Seeding | None = None,
     ) -> None:
         self.pooling = pooling
+        self.seeding = seeding
         self.settings = settings
         self.driver = driver
         self.links = links
@@ -199,6 +202,8 @@ class _Exchange:
             if self._path.pooling is not None and self._read.prompt is not None:
                 self._known = self._name_blocks(self._read, body)
                 request = await self._path.pooling.enrich(request, self._known)
+                if self._path.seeding is not None:
+                    self._path.seeding.note(self._id, self._known)
             await self._forward(self._handle_arrival(request))
         except GatewayError as error:
             self.refuse(error)
@@ -216,6 +221,8 @@ class _Exchange:
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
+            if self._path.seeding is not None:
+                self._path.seeding.forget(self._id)
 
     def _check_method(self) -> None:
         method = self._client.method

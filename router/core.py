@@ -35,6 +35,7 @@ from moongate.router.events import (
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PoolChecked,
     PrefillEnded,
     PrefillFailed,
     ReplayEnded,
@@ -42,6 +43,7 @@ from moongate.router.events import (
     RequestFailed,
     RequestFinished,
     RequestFirstByte,
+    SeedingEnded,
     SourceClosed,
     SourceLost,
     SourceOpened,
@@ -64,6 +66,7 @@ from moongate.router.model import (
 )
 from moongate.router.policy import Policy, RandomBelow
 from moongate.router.requests import Leg, Requests, Tracked, TrackingLimits, alone
+from moongate.router.seeding import Seeder, SeedingLimits
 from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
 
@@ -83,7 +86,10 @@ class RouterLimits:
 
 
 class RouterCore:
-    """The routing state of one gateway. `policies` by name; `policy` is the one in force."""
+    """The routing state of one gateway. `policies` by name; `policy` is the one in force.
+
+    `seeding` None: hot prefixes stay where they are.
+    """
 
     def __init__(
         self,
@@ -91,6 +97,7 @@ class RouterCore:
         random_below: RandomBelow,
         limits: RouterLimits | None = None,
         others: Sequence[Policy] = (),
+        seeding: SeedingLimits | None = None,
     ) -> None:
         self.limits = limits or RouterLimits()
         self.policy = policy
@@ -116,6 +123,11 @@ class RouterCore:
             self.settling,
             self.candidates,
             TrackingLimits(self.limits.prediction_s, self.limits.approximate_prediction_s),
+        )
+        self.seeder = (
+            Seeder(seeding, self.fleet, self.index, self.loads, self.candidates)
+            if seeding is not None
+            else None
         )
         self._wake_at: float | None = None
 
@@ -146,11 +158,15 @@ class RouterCore:
                 return []
             case RequestFirstByte():
                 self._requests.first_byte(event, now)
-                return []
+                return self._seed(event.request_id, now)
             case RequestFailed() | PrefillFailed():
                 return self._request_failed(event, now)
             case RequestFinished():
-                return self._request_finished(event, now)
+                commands = self._request_finished(event, now)
+                if event.outcome is Outcome.ANSWERED:
+                    return [*commands, *self._seed(event.request_id, now)]
+                self._forget_beginning(event.request_id)
+                return commands
             case (
                 SourceOpened()
                 | BatchReceived()
@@ -170,10 +186,28 @@ class RouterCore:
                 | InstanceDraining()
             ):
                 return self._fleet_changed(event)
+            case PoolChecked() | SeedingEnded():
+                self._seeding_changed(event, now)
+                return []
             case WakeUp():
                 return self._woke(now)
             case _:
                 assert_never(event)
+
+    def _seed(self, request_id: RequestId, now: float) -> list[Command]:
+        return [*self.seeder.began(request_id, now)] if self.seeder is not None else []
+
+    def _forget_beginning(self, request_id: RequestId) -> None:
+        if self.seeder is not None:
+            self.seeder.gave_up(request_id)
+
+    def _seeding_changed(self, event: PoolChecked | SeedingEnded, now: float) -> None:
+        if self.seeder is None:
+            return
+        if isinstance(event, PoolChecked):
+            self.seeder.pool_checked(event)
+        else:
+            self.seeder.ended(event, now)
 
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -201,11 +235,13 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
-        tracked = Tracked(request)
-        forward = self._try_forward(tracked, now)
-        if forward is None:
+        choice = self._choose(request, now, self._random_below)
+        if choice is None:
             return [self._refuse(request)]
-        self.requests[request.id] = tracked
+        tracked = self.requests[request.id] = Tracked(request)
+        forward = self._requests.begin(tracked, choice, now)
+        if self.seeder is not None:
+            self.seeder.placed(request, choice, now)
         return [forward]
 
     def _refuse(self, request: Request) -> Reject:
@@ -255,7 +291,10 @@ class RouterCore:
             forward = self._redeliver(tracked, now)
         else:
             forward = self._try_again(tracked, event, now)
-        return [*commands, requests.give_up(event.request_id) if forward is None else forward]
+        if forward is not None:
+            return [*commands, forward]
+        self._forget_beginning(event.request_id)
+        return [*commands, requests.give_up(event.request_id)]
 
     def _try_again(
         self, tracked: Tracked, event: RequestFailed | PrefillFailed, now: float

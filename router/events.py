@@ -246,6 +246,25 @@ class RequestFinished:
     cached_tokens: int | None = None  # of the prompt, by the engine's report; None: not told
 
 
+# --- the pool -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChecked:
+    """The shared pool was asked how it is. `use`: allocated over capacity; None: it doesn't say."""
+
+    is_up: bool
+    use: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeedingEnded:
+    """A seeding is over. `is_done`: the engine answered it."""
+
+    seeding_id: RequestId
+    is_done: bool
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -273,5 +292,7 @@ Event = (
     | RequestFirstByte
     | RequestFailed
     | RequestFinished
+    | PoolChecked
+    | SeedingEnded
     | WakeUp
 )

@@ -19,6 +19,7 @@ def check(core: RouterCore) -> None:
     _check_load_equals_reservations(core)
     _check_requests(core)
     _check_trials(core)
+    _check_seedings(core)
     _check_index_equals_ledgers(core)
     _check_candidates_are_current(core)
 
@@ -44,7 +45,9 @@ def _check_load_equals_reservations(core: RouterCore) -> None:
 
 def _check_requests(core: RouterCore) -> None:
     legs = {leg.reservation: leg for tracked in core.requests.values() for leg in tracked.legs}
-    assert set(legs) == set(core.loads.reservations), "a leg without reservation"
+    seedings = core.seeder.running if core.seeder is not None else {}
+    reserved = set(core.loads.reservations)
+    assert legs.keys() | seedings.keys() == reserved, "a leg or a seeding without reservation"
     for tracked in core.requests.values():
         _check_request(tracked, core.limits.attempts_max)
     predicting = {(leg.holder, leg.reservation) for leg in legs.values() if leg.predicted}
@@ -72,6 +75,18 @@ def _check_trials(core: RouterCore) -> None:
     """A trial that no request answers for would keep its instance without work for good."""
     for instance in core.fleet:
         assert instance.trial is None or instance.trial in core.requests, instance
+
+
+def _check_seedings(core: RouterCore) -> None:
+    seeder = core.seeder
+    if seeder is None:
+        return
+    assert seeder.watched.keys() <= core.requests.keys(), "watches a request that has ended"
+    holders = [running.holder for running in seeder.running.values()]
+    assert len(holders) <= seeder.limits.at_once_max, holders
+    assert len(set(holders)) == len(holders), "two seedings on one instance"
+    for seeding_id, running in seeder.running.items():
+        assert core.loads.reservations[seeding_id].holder == running.holder, seeding_id
 
 
 def _check_index_equals_ledgers(core: RouterCore) -> None:

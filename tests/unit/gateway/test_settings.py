@@ -406,7 +406,7 @@ def test_a_later_key_that_asks_for_more_is_refused_by_name(section: str, problem
             "pool: none",
             (
                 "pool: expected keys and values; known here: kind, master, admin_url, "
-                "lookup_budget_ms, hash_seeds, cache_prefix, namespace, shards"
+                "lookup_budget_ms, hash_seeds, cache_prefix, namespace, shards, seeding"
             ),
         ),
     ],
