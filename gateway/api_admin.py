@@ -20,6 +20,7 @@ from moongate.gateway.body import find_session_key, find_user, parse_body
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
 from moongate.gateway.headers import read_headers
+from moongate.gateway.legs import may_hand_over, stays_whole
 from moongate.gateway.metrics import UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling, PromptTokens
@@ -247,6 +248,7 @@ async def _explain(
         raise GatewayError(404, "the model does not exist", "model_not_found", "model")
     read = await prompts.read(route, body)
     headers = read_headers(request.scope["headers"])
+    hands_over = driver.core.fleet.has_prefill(body.model)
     asked = RouterRequest(
         id=RequestId("explain"),
         model=body.model,
@@ -254,6 +256,8 @@ async def _explain(
         is_prompt_missing=read.fallback is not None,
         session_key=find_session_key(headers, body, settings.session.header),
         tie_key=find_user(body),
+        may_hand_over=hands_over and may_hand_over(route, body),
+        stays_whole=hands_over and stays_whole(route, body),
     )
     if pooling is not None and read.prompt is not None:
         card = driver.core.fleet.model_cards()[body.model]

@@ -24,6 +24,7 @@ from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.roster import Roster
+from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
@@ -73,6 +74,7 @@ class Gateway:
         self._hot_path: HotPath | None = None
         self._pooling: Pooling | None = None
         self._roster: Roster | None = None
+        self._seeding: Seeding | None = None
         self._admin: FastAPI | None = None
 
     @property
@@ -102,7 +104,11 @@ class Gateway:
             opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
         )  # fmt: skip
         metrics.watch(self._monitor, self._pooling)
-        self._hot_path = HotPath(settings, driver, self._links, prompts, metrics, self._pooling)
+        if self.core.seeder is not None:
+            self._seeding = Seeding(driver, self._links, metrics.seedings)
+        self._hot_path = HotPath(
+            settings, driver, self._links, prompts, metrics, self._pooling, self._seeding
+        )
         self._admin = make_admin_app(
             settings, driver, self._monitor, prompts, metrics, self.readiness, self._pooling
         )
@@ -146,6 +152,8 @@ class Gateway:
             await self._roster.close()
         if self._hot_path is not None:
             await self._hot_path.close()
+        if self._seeding is not None:
+            await self._seeding.close()
         await self._monitor.close()
         if self._pooling is not None:
             await self._pooling.close()
@@ -219,4 +227,5 @@ def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterC
         down_after=settings.health.down_after,
         retry_after_s=settings.health.interval_s,
     )
-    return RouterCore(policy, random_below, limits, others)
+    seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
+    return RouterCore(policy, random_below, limits, others, seeding)

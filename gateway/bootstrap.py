@@ -24,7 +24,7 @@ class Bootstraps:
         self._session = aiohttp.ClientSession(trust_env=False)
 
     async def engine_id(self, url: str, rank: int | None) -> str:
-        """Return the id of the engine (of this data-parallel rank) behind a server.
+        """Return the id of the engine behind a server: of this data-parallel rank, or of its only one.
 
         Raises: BootstrapFailed.
         """
@@ -37,19 +37,27 @@ class Bootstraps:
             raise BootstrapFailed(f"{url}: {error}") from error
         if answer.status != 200:
             raise BootstrapFailed(f"{url}/query: status {answer.status}")
-        return _read_engine_id(url, body, rank or 0)
+        return read_engine_id(url, body, rank)
 
     async def close(self) -> None:
         await self._session.close()
 
 
-def _read_engine_id(url: str, body: bytes, rank: int) -> str:
+def read_engine_id(url: str, body: bytes, rank: int | None) -> str:
+    """Raises: BootstrapFailed."""
     try:
         workers = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BootstrapFailed(f"{url}/query: the answer is not JSON") from error
-    entry = workers.get(str(rank)) if isinstance(workers, dict) else None
+    if not isinstance(workers, dict):
+        raise BootstrapFailed(f"{url}/query: the answer is not an object")
+    if rank is None and len(workers) > 1:
+        # The engine chose one by itself, and the decode side would wait at another for nothing.
+        named = ", ".join(workers)
+        raise BootstrapFailed(f"{url}/query: several ranks ({named}): name them, ranks: [{named}]")
+    entry = next(iter(workers.values()), None) if rank is None else workers.get(str(rank))
     engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
-    if not isinstance(engine_id, str):
-        raise BootstrapFailed(f"{url}/query: no engine_id for rank {rank}; has it registered?")
+    if not isinstance(engine_id, str) or not engine_id:
+        which = "" if rank is None else f" for rank {rank}"
+        raise BootstrapFailed(f"{url}/query: no engine_id{which}; has it registered?")
     return engine_id

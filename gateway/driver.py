@@ -25,6 +25,7 @@ from moongate.router import (
     Request,
     RequestReplay,
     RouterCore,
+    Seed,
     WakeAt,
     WakeUp,
 )
@@ -53,6 +54,7 @@ class Driver:
         self.on_replay: Callable[[RequestReplay], None] = _nobody
         self.on_probe: Callable[[InstanceId], None] = _nobody
         self.on_pooled: Callable[[NotePooled], None] = _ignore
+        self.on_seed: Callable[[Seed], None] = _nobody
         self.on_batch: Callable[[BatchReceived], None] = _ignore  # what the core has taken in
         self._timer: asyncio.TimerHandle | None = None
         self._source_spoke: asyncio.Future[None] | None = None
@@ -71,6 +73,8 @@ class Driver:
                     self.on_replay(command)
                 case NotePooled():
                     self.on_pooled(command)
+                case Seed():
+                    self.on_seed(command)
                 case Probe():
                     self.on_probe(command.instance_id)
                 case WakeAt():

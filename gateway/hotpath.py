@@ -24,7 +24,7 @@ from moongate.gateway.body import (
 from moongate.gateway.bootstrap import Bootstraps
 from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.driver import Driver, RequestCommand
-from moongate.gateway.errors import GatewayError, error_body, stream_error_events
+from moongate.gateway.errors import GatewayError, stream_error_events
 from moongate.gateway.handing_over import (
     FAILURES,
     HandoffResult,
@@ -48,12 +48,20 @@ from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
+from moongate.gateway.relaying import (
+    AnswerKind,
+    kind_of,
+    relay_body,
+    relay_events,
+    wrap_text_error,
+)
 from moongate.gateway.routes import PromptKind
+from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
-from moongate.gateway.sse import EventSplitter, ends_stream
-from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked, without_usage_events
+from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked
 from moongate.gateway.upstream import (
-    Disconnected,
+    Answer,
+    NoConnection,
     PoolFull,
     TimedOut,
     Unreachable,
@@ -77,15 +85,12 @@ from moongate.router import (
     Role,
 )
 from moongate.router import PrefillFailed as PrefillFailedEvent
-from moongate.router.handoff import HandoffError, SendDecode, TransferParams
+from moongate.router.handoff import TransferParams
 
 logger = logging.getLogger(__name__)
 
 NOT_READ = ReadPrompt(None)
 """Of a prompt at which the policy doesn't look."""
-
-ERROR_TEXT_BYTES_MAX = 65_536
-"""An engine's plain-text error is wrapped into JSON up to this length."""
 
 SHED_CODES = frozenset(
     {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
@@ -95,8 +100,9 @@ SHED_CODES = frozenset(
 CLIENT_LEFT_STATUS = 499
 """Counted for a request whose client left; nobody receives it."""
 
-END_OF_STREAM_S = 1.0
-"""After a stream's end mark the engine closes it; one that doesn't is closed by us."""
+ADOPTED_S = 5.0
+"""When the gateway stops, what goes on without a client may go on for this long: most of it comes to its
+end within milliseconds, and keeps other instances' memory until then."""
 
 
 class HotPath:
@@ -110,8 +116,10 @@ class HotPath:
         prompts: PromptPipeline,
         metrics: Metrics,
         pooling: Pooling | None = None,
+        seeding: Seeding | None = None,
     ) -> None:
         self.pooling = pooling
+        self.seeding = seeding
         self.settings = settings
         self.driver = driver
         self.links = links
@@ -123,7 +131,11 @@ class HotPath:
         self._requests = 0
 
     async def close(self) -> None:
-        """End what goes on without a client."""
+        """End what goes on without a client, if it doesn't soon come to its end."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + ADOPTED_S
+        while self._adopted and loop.time() < deadline:
+            await asyncio.wait(self._adopted, timeout=deadline - loop.time())
         for task in self._adopted:
             task.cancel()
         await asyncio.gather(*self._adopted, return_exceptions=True)
@@ -133,7 +145,12 @@ class HotPath:
         """Let work go on whose client has left."""
         task = asyncio.create_task(work)
         self._adopted.add(task)
-        task.add_done_callback(self._adopted.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._adopted.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a bug of ours", exc_info=task.exception())
 
     async def answer(self, client: ClientRequest) -> None:
         """Answer a request whose body is complete."""
@@ -178,32 +195,15 @@ class _Exchange:
         try:
             self._check_method()
             body = self._body = self._parse(self._client.take_body())
-            model = self._find_model(body)
-            self._model_label = model
-            policy = self._find_policy()
-            if self._path.driver.core.get_policy(policy).reads_prompts:
-                self._read = await self._read_prompt(body)
-            read = self._read
-            hands_over = self._path.driver.core.fleet.has_prefill(model)
-            request = Request(
-                id=self._id,
-                model=model,
-                prompt=read.prompt,
-                is_prompt_missing=read.fallback is not None,
-                session_key=find_session_key(
-                    self._headers, body, self._path.settings.session.header
-                ),
-                tie_key=find_user(body),
-                policy=policy,
-                may_hand_over=hands_over and may_hand_over(self._route, body),
-                stays_whole=hands_over and self._stays_whole(body, model),
-            )
             self._has_one_choice = body.top.get("n") in (None, 1)
+            request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
-            if self._path.pooling is not None and read.prompt is not None:
-                self._known = self._name_blocks(read, body)
+            if self._path.pooling is not None and self._read.prompt is not None:
+                self._known = self._name_blocks(self._read, body)
                 request = await self._path.pooling.enrich(request, self._known)
+                if self._path.seeding is not None:
+                    self._path.seeding.note(self._id, self._known)
             await self._forward(self._handle_arrival(request))
         except GatewayError as error:
             self.refuse(error)
@@ -221,6 +221,8 @@ class _Exchange:
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
+            if self._path.seeding is not None:
+                self._path.seeding.forget(self._id)
 
     def _check_method(self) -> None:
         method = self._client.method
@@ -244,6 +246,25 @@ class _Exchange:
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
+
+    async def _read_request(self, body: Body) -> Request:
+        """Return the request as routing sees it. Raises: GatewayError."""
+        model = self._model_label = self._find_model(body)
+        policy = self._find_policy()
+        if self._path.driver.core.get_policy(policy).reads_prompts:
+            self._read = await self._read_prompt(body)
+        hands_over = self._path.driver.core.fleet.has_prefill(model)
+        return Request(
+            id=self._id,
+            model=model,
+            prompt=self._read.prompt,
+            is_prompt_missing=self._read.fallback is not None,
+            session_key=find_session_key(self._headers, body, self._path.settings.session.header),
+            tie_key=find_user(body),
+            policy=policy,
+            may_hand_over=hands_over and may_hand_over(self._route, body),
+            stays_whole=hands_over and self._stays_whole(body, model),
+        )
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""
@@ -348,11 +369,12 @@ class _Exchange:
                 command = self._report(FAILURES[type(error)])
             except PrefillFailed as error:
                 failure = error.cause
-                command = self._report_prefill(error)
+                command = self._report(error.kind, error.status, is_prefill=True)
             finally:
                 if opened is not None:
                     opened.answer.close()
             if not isinstance(command, Forward):
+                self._release_owed()
                 raise _as_gateway_error(failure)
             forward = command
 
@@ -362,11 +384,7 @@ class _Exchange:
         if forward.prefill is None and not forward.is_redelivery:
             self._handoff = None
             return await self.send_leg(forward.holder, link, None)
-        try:
-            return await self._attempt_pair(forward, link)
-        except asyncio.CancelledError:
-            self._leave_to_itself(forward)
-            raise
+        return await self._attempt_pair(forward, link)
 
     async def send_leg(
         self,
@@ -375,14 +393,33 @@ class _Exchange:
         params: TransferParams | None,
         *,
         is_one_token: bool = False,
+        is_release: bool = False,
+        on_sent: Callable[[], object] | None = None,
     ) -> Opened:
         """Return the engine's answer with its first bytes. Raises: UpstreamError.
 
         vLLM sends a stream's headers before it has computed anything, so only the first bytes of
-        the body show that an answer has begun. `params`, `is_one_token`: for the legs of a hand-off.
+        the body show that an answer has begun. All but the first two is for the legs of a hand-off.
         """
         body = self._body
         assert body is not None
+        headers = self._headers_for(holder, link)
+        raw = body.raw
+        if is_one_token:
+            raw = one_token_body(raw)
+            # It is read here, and not unpacked.
+            headers = [header for header in headers if header[0] != b"accept-encoding"]
+        pieces = with_params(raw, self._ids_for(body, link), params)
+        answer = await link.upstream.send(
+            self._client.target, headers, pieces, on_sent=on_sent, may_exceed=is_release
+        )
+        try:
+            return Opened(answer, await answer.read())
+        except BaseException:
+            answer.close()
+            raise
+
+    def _headers_for(self, holder: Holder, link: Link) -> list[tuple[bytes, bytes]]:
         headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
@@ -391,100 +428,116 @@ class _Exchange:
         )
         if holder.rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % holder.rank))
-        ids: bytes | None = None
-        if self._read.tokenized is not None:
-            ids = self._path.id_forwarding.ids_for(
-                self._route, body, self._read, link.api, self._context_tokens()
-            )
+        return headers
+
+    def _ids_for(self, body: Body, link: Link) -> bytes | None:
+        """Return the prompt's token ids, if the instance should get them."""
+        if self._read.tokenized is None:
+            return None
+        ids = self._path.id_forwarding.ids_for(
+            self._route, body, self._read, link.api, self._context_tokens()
+        )
         if ids is not None:
             self._path.metrics.ids_forwarded.add(1, link.id)
-        raw = one_token_body(body.raw) if is_one_token else body.raw
-        answer = await link.upstream.send(
-            self._client.target, headers, with_params(raw, ids, params)
-        )
-        try:
-            return Opened(answer, await answer.read())
-        except BaseException:
-            answer.close()
-            raise
+        return ids
+
+    def _context_tokens(self) -> int | None:
+        card = self._path.driver.core.fleet.model_cards().get(self._model_label)
+        return card.max_model_len_tokens if card is not None else None
+
+    def _report(
+        self, kind: FailureKind, status: int | None = None, *, is_prefill: bool = False
+    ) -> RequestCommand | None:
+        """Tell the core of a failed attempt; it says whether there is another."""
+        command = self._tell_failure(kind, status, is_prefill)
+        if isinstance(command, Forward):
+            self._path.metrics.retries.add(1, kind.value)
+        return command
+
+    def _tell_failure(
+        self, kind: FailureKind, status: int | None, is_prefill: bool
+    ) -> RequestCommand | None:
+        event = PrefillFailedEvent if is_prefill else RequestFailed
+        command = self._path.driver.handle(event(self._id, kind, status))
+        if not isinstance(command, Forward):
+            self._is_reserved = False
+        return command
+
+    # --- over two instances -----------------------------------------------------------------------
 
     async def _attempt_pair(self, forward: Forward, link: Link) -> Opened:
         """Prefill on one instance, decode on another. Raises: UpstreamError, PrefillFailed."""
         if forward.is_redelivery:
-            assert self._handoff is not None
-            action = self._handoff.machine.redeliver()
+            handoff = self._handoff
+            assert handoff is not None
+            handoff.redeliver(forward, link)
         else:
-            assert forward.prefill is not None
-            prefill = self._path.links.get(forward.prefill.instance_id)
-            kind = prefill.settings.handoff
-            self._handoff = HandoffRun(kind, make_request_id(), self, self._path.bootstraps)
-            try:
-                action = await self._handoff.protect(self._handoff.prefill(forward, prefill))
-            except PrefillRefused as error:
-                self._count_handoff(HandoffResult.REFUSED)
-                return error.opened
-            except HandoffError as error:
-                raise PrefillFailed(FailureKind.STATUS, cause=Disconnected(str(error))) from error
-            self._path.driver.handle(PrefillEnded(self._id))
-        assert isinstance(action, SendDecode)
-        opened = await self._handoff.protect(self._handoff.decode(forward, link, action))
-        self._handoff.machine.decode_began()
-        is_second = forward.is_redelivery
-        self._count_handoff(HandoffResult.REDELIVERED if is_second else HandoffResult.HANDED_OVER)
+            handoff = self._handoff = self._begin_handoff(forward, link)
+        try:
+            opened = await handoff.opened()
+        except PrefillRefused as error:
+            opened = error.opened
+        except asyncio.CancelledError:
+            self._leave_to_itself(handoff)
+            raise
+        except (PrefillFailed, UpstreamError):
+            if not handoff.is_owed:  # else it goes on, here or on its own
+                self._count_handoff(HandoffResult.FAILED)
+            raise
+        self._count_handoff(handoff.result(opened))
         return opened
 
-    def _leave_to_itself(self, forward: Forward) -> None:
+    def _begin_handoff(self, forward: Forward, link: Link) -> HandoffRun:
+        assert forward.prefill is not None
+        driver, prefill = self._path.driver, self._path.links.get(forward.prefill.instance_id)
+        handoff = HandoffRun(
+            prefill.settings.handoff,
+            make_request_id(),
+            self,
+            self._path.bootstraps,
+            on_prefilled=lambda is_held: driver.handle(PrefillEnded(self._id, is_held)),
+        )
+        handoff.start(forward, prefill, link)
+        return handoff
+
+    def _leave_to_itself(self, handoff: HandoffRun) -> None:
         """The client left in the middle of a hand-off: it goes on to where nothing is kept for it."""
-        handoff = self._handoff
-        assert handoff is not None
         self._is_adopted = True
-        driver, links = self._path.driver, self._path.links
+
+        def try_others(kind: FailureKind, is_prefill: bool) -> bool:
+            command = self._tell_failure(kind, None, is_prefill)
+            if not isinstance(command, Forward) or not command.is_redelivery:
+                return False
+            handoff.redeliver(command, self._path.links.get(command.holder.instance_id))
+            return True
 
         async def finish() -> None:
             try:
-                result = await handoff.finish_alone(
-                    forward, links, lambda: driver.handle(PrefillEnded(self._id))
-                )
-                self._count_handoff(result)
+                self._count_handoff(await handoff.finish_alone(try_others))
             finally:
                 self._is_adopted = False
                 self._finish(Outcome.CLIENT_LEFT)
 
         self._path.adopt(finish())
 
+    def _release_owed(self) -> None:
+        """The client is told of a failure, and blocks may still be kept for it."""
+        handoff = self._handoff
+
+        async def release(handoff: HandoffRun) -> None:
+            self._count_handoff(await handoff.release())
+
+        if handoff is not None and handoff.is_owed:
+            self._path.adopt(release(handoff))
+
     def _count_handoff(self, result: HandoffResult) -> None:
         self._path.metrics.handoffs.add(1, result.value)
-
-    def _context_tokens(self) -> int | None:
-        card = self._path.driver.core.fleet.model_cards().get(self._model_label)
-        return card.max_model_len_tokens if card is not None else None
-
-    def _report(self, kind: FailureKind, status: int | None = None) -> RequestCommand | None:
-        """Tell the core of a failed attempt; it says whether there is another."""
-        command = self._path.driver.handle(RequestFailed(self._id, kind, status))
-        if isinstance(command, Forward):
-            self._path.metrics.retries.add(1, kind.value)
-        else:
-            self._is_reserved = False
-        return command
-
-    def _report_prefill(self, failure: PrefillFailed) -> RequestCommand | None:
-        """Tell the core of a failed prefill leg; it says what else may be tried."""
-        self._count_handoff(HandoffResult.FAILED)
-        command = self._path.driver.handle(
-            PrefillFailedEvent(self._id, failure.kind, failure.status)
-        )
-        if isinstance(command, Forward):
-            self._path.metrics.retries.add(1, failure.kind.value)
-        else:
-            self._is_reserved = False
-        return command
 
     def _note_forward(self, forward: Forward) -> None:
         metrics, decision = self._path.metrics, forward.decision
         instance = forward.holder.instance_id
         metrics.routed.add(1, instance, decision.policy, decision.reason.value)
-        if decision.prompt_tokens is not None:
+        if decision.prompt_tokens is not None and not forward.is_redelivery:
             reused = decision.device_tokens + decision.pool_tokens
             recompute = max(decision.prompt_tokens - reused, 0)
             metrics.prompt_tokens.add(decision.device_tokens, "device")
@@ -507,105 +560,49 @@ class _Exchange:
     # --- answering --------------------------------------------------------------------------------
 
     async def _relay(self, opened: Opened, forward: Forward) -> None:
-        """Pass an answer on as it is, but for a plain-text error, which is wrapped."""
-        answer = opened.answer
-        content_type = answer.header(b"content-type")
-        has_events = content_type.startswith("text/event-stream")
+        """Pass an answer on; see `relaying.py`."""
+        answer, client, kind = opened.answer, self._client, kind_of(opened.answer)
+        has_events = answer.header(b"content-type").startswith("text/event-stream")
         self._note_first_byte(opened, forward, shows_prefill=has_events and answer.status == 200)
-        is_json = "json" in content_type
-        is_encoded = bool(answer.header(b"content-encoding"))
-        if answer.status >= 400 and not is_json and not is_encoded:
+        if kind is AnswerKind.TEXT_ERROR:
             await self._relay_text_error(opened, forward)
             return
         headers = response_headers(answer.raw_headers, self._our_headers(forward))
-        is_stream = has_events and not is_encoded  # else its events can't be told apart
-        if is_stream:
-            # Its events may become more or fewer on the way.
+        if kind is AnswerKind.EVENTS:
+            # They may become more or fewer on the way.
             headers = [header for header in headers if header[0] != b"content-length"]
-        client = self._client
         client.start(answer.status, headers)
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
-            if is_stream:
-                await self._relay_stream(opened, forward)
+            if kind is AnswerKind.EVENTS:
+                relayed = await relay_events(opened, client, drops_usage=self._drops_usage)
             else:
-                await self._relay_body(opened, forward)
+                relayed = await relay_body(opened, client, hides_params=self._hides_params(answer))
         finally:
             client.on_pause = client.on_resume = None
-
-    async def _relay_body(self, opened: Opened, forward: Forward) -> None:
-        answer, last, client, usage = opened.answer, opened.first, self._client, UsageReader()
-
-        def take(piece: bytes) -> None:
-            usage.feed(piece)
-            client.write(piece)
-
-        try:
-            if answer.is_complete:
-                last += await answer.read()  # what came with its end
-            else:
-                if last:
-                    take(last)
-                await answer.relay(take)
-                last = b""
-        except UpstreamError as error:
+        if relayed.error is None:
+            self._end(answer.status, relayed.usage, forward)
+            client.finish(relayed.last)
+            return
+        self._break_off(answer.status, forward, relayed.error)
+        if kind is AnswerKind.EVENTS:
+            message = f"the engine broke its answer off: {_describe(relayed.error)}"
+            client.finish(stream_error_events(message, "engine_disconnected"))
+        else:
             # The connection is closed before the body's end, which is how a client learns that what
             # it has is not all.
-            self._break_off(answer.status, forward, error)
+            if relayed.last:
+                client.write(relayed.last)
             client.break_off()
-            return
-        usage.feed(last)
-        self._end(answer.status, usage, forward)
-        client.finish(last)
 
-    async def _relay_stream(self, opened: Opened, forward: Forward) -> None:
-        """Pass whole events on as they come; end a stream that breaks off with an error event."""
-        answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
-        try:
-            async with asyncio.timeout(None) as limit:
-                take = self._event_taker(splitter, usage, limit)
-                take(opened.first)
-                await answer.relay(take)
-        except TimeoutError:
-            logger.info("request %s: the engine left its ended stream open", self._client_id)
-        except UpstreamError as error:
-            self._break_off(answer.status, forward, error)
-            message = f"the engine broke its answer off: {_describe(error)}"
-            self._client.finish(stream_error_events(message, "engine_disconnected"))
-            return
-        usage.feed(splitter.held)
-        self._end(answer.status, usage, forward)
-        self._client.finish(splitter.held)
-
-    def _event_taker(
-        self, splitter: EventSplitter, usage: UsageReader, limit: asyncio.Timeout
-    ) -> Callable[[bytes], None]:
-        """Return what is done with each piece of a stream, as it comes."""
-        client, loop, drops_usage = self._client, asyncio.get_running_loop(), self._drops_usage
-
-        def take(piece: bytes) -> None:
-            events = splitter.feed(piece)
-            if not events:
-                return
-            usage.feed(events)
-            if limit.when() is None and ends_stream(events):
-                limit.reschedule(loop.time() + END_OF_STREAM_S)
-            if drops_usage:
-                events = without_usage_events(events)
-            if events:
-                client.write(events)
-
-        return take
+    def _hides_params(self, answer: Answer) -> bool:
+        """Tell whether the answer may have something for the gateway's eyes only."""
+        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        return self._route.generates and not is_allowed and answer.status == 200
 
     async def _relay_text_error(self, opened: Opened, forward: Forward) -> None:
-        answer, text = opened.answer, opened.first
-        try:
-            while len(text) < ERROR_TEXT_BYTES_MAX and (piece := await answer.read()):
-                text += piece
-        except UpstreamError as error:
-            logger.info("request %s: the error's text broke off: %s", self._client_id, error)
-        message = text[:ERROR_TEXT_BYTES_MAX].decode("utf-8", "replace").strip()
-        body = error_body(message or "the engine gave no reason", answer.status, None)
+        answer = opened.answer
+        body = await wrap_text_error(opened)
         ours = {
             **self._our_headers(forward),
             "content-type": "application/json",
@@ -657,14 +654,17 @@ class _Exchange:
 
     def _end(self, status: int, usage: UsageReader, forward: Forward) -> None:
         """The engine's answer is complete."""
-        cached_tokens = usage.cached_tokens()
+        cached_tokens, computing = usage.cached_tokens(), forward.holder
+        handoff, decision = self._handoff, forward.decision
+        if handoff is not None and handoff.is_handed_over and decision.prefill is not None:
+            # To the decode instance all of the prompt is cached.
+            cached_tokens, computing = handoff.cached_tokens, decision.prefill.holder
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
         if self._known is not None and self._path.pooling is not None and status == 200:
-            decision = forward.decision
             expected_tokens = decision.device_tokens + decision.pool_tokens
             self._path.pooling.answered(
-                (forward.prefill or forward.holder).instance_id,
+                computing.instance_id,
                 self._known,
                 expected_tokens if decision.pool_tokens else 0,
                 # What an engine reports that another one prefilled for says nothing of the pool.
@@ -685,14 +685,14 @@ def _describe(error: UpstreamError) -> str:
     match error:
         case Unreachable():
             return "it could not be reached"
-        case TimedOut():
+        case TimedOut() | NoConnection():
             return "it did not answer in time"
         case _:
             return "the connection was closed"
 
 
 def _as_gateway_error(error: UpstreamError | None) -> GatewayError:
-    """Return what a client is told. None: a prefill instance answered with a status of 500 or more."""
+    """Return what a client is told. None: a prefill instance answered, but not with a prefill."""
     if error is None:
         return GatewayError(502, "the prompt could not be computed", "prefill_failed")
     if isinstance(error, PoolFull):
@@ -700,6 +700,6 @@ def _as_gateway_error(error: UpstreamError | None) -> GatewayError:
             503, f"the instances' connections are all in use: {error}", "gateway_pool",
             headers={"retry-after": "1"},
         )  # fmt: skip
-    if isinstance(error, TimedOut):
+    if isinstance(error, TimedOut | NoConnection):
         return GatewayError(504, f"the engine failed: {_describe(error)}", "engine_timeout")
     return GatewayError(502, f"the engine failed: {_describe(error)}", "engine_unreachable")

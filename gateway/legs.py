@@ -1,7 +1,8 @@
 """What the prefill leg of a hand-off gets to read, which requests can be handed over, what comes back.
 
 The prefill leg is the client's request for one token, without whatever could end it otherwise than by
-its length: an engine keeps the blocks of a prefill only if it ended so.
+its length: an engine keeps the blocks of a prefill only if it ended so. What shapes the prompt stays
+byte for byte, since both legs have to be the same prompt.
 
 Source: vLLM 0.32 `mooncake_connector.py` `request_finished`; `entrypoints/openai/*/protocol.py` for the
 fields.
@@ -10,7 +11,7 @@ fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -22,19 +23,24 @@ LEFT_OUT = frozenset(
     {
         # Not of one answer without a stream.
         "stream_options", "n", "best_of", "use_beam_search", "length_penalty",
-        # Could end it at its first token.
-        "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens",
+        # Could end it at its first token, or be refused since there is no second.
+        "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "repetition_detection",
         "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
         "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
-        # Nobody reads them.
-        "logprobs", "top_logprobs", "return_token_ids",
+        # Nobody reads them; engines refuse some of these without others.
+        "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_token_offsets",
+        "return_prompt_text",
         "kv_transfer_params",
     }
 )  # fmt: skip
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ONE = msgspec.Raw(b"1")
+_FIXED = {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), "ignore_eos": msgspec.Raw(b"true")}
 _read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+_BY_LENGTH = ("length", "tool_calls")
+"""How an answer ends that nothing else could end; an engine that found a call in it says so instead."""
 
 
 def one_token_body(raw: bytes) -> bytes:
@@ -45,12 +51,7 @@ def one_token_body(raw: bytes) -> bytes:
     fields = _read_top_level(raw)
     kept = {name: value for name, value in fields.items() if name not in LEFT_OUT}
     kept |= {name: _ONE for name in _LIMITS if name in fields}
-    kept |= {
-        "max_tokens": _ONE,
-        "stream": msgspec.Raw(b"false"),
-        "ignore_eos": msgspec.Raw(b"true"),
-    }
-    return msgspec.json.encode(kept)
+    return msgspec.json.encode(kept | _FIXED)
 
 
 def may_hand_over(route: Route, body: Body) -> bool:
@@ -65,11 +66,14 @@ def may_hand_over(route: Route, body: Body) -> bool:
         return False
     if top.get("use_beam_search") or stays_whole(route, body):
         return False
-    if route.kind is PromptKind.CHAT:
-        return True
-    prompt = body.fields.get("prompt")
+    return route.kind is PromptKind.CHAT or _has_one_prompt(body)
+
+
+def _has_one_prompt(body: Body) -> bool:
+    fields = body.fields
+    prompt = fields.get("prompt")
     is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
-    return isinstance(prompt, str) or is_ids
+    return (isinstance(prompt, str) or is_ids) and fields.get("prompt_embeds") is None
 
 
 def stays_whole(route: Route, body: Body) -> bool:
@@ -80,33 +84,27 @@ def stays_whole(route: Route, body: Body) -> bool:
     return top.get("prompt_logprobs") is not None or bool(top.get("echo"))
 
 
-def read_prefill(answer: bytes) -> tuple[bool, Mapping[str, Any] | None, int | None]:
-    """Return of a prefill leg's answer: whether it ended by its length, its parameters for the decode
-    leg, and the tokens that were cached. What can't be read is None."""
+class PrefillReport(NamedTuple):
+    """What a prefill leg's answer says. What can't be read is None."""
+
+    is_held: bool  # it ended by its length
+    params: Mapping[str, Any] | None = None  # for the decode leg
+    cached_tokens: int | None = None
+
+
+def read_prefill(answer: bytes) -> PrefillReport:
+    """Return what a prefill leg's answer says."""
     try:
         value = orjson.loads(answer)
         choice = value["choices"][0]
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
-        return False, None, None
+        return PrefillReport(is_held=False)
     params = value.get("kv_transfer_params")
     usage = value.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return (
-        isinstance(choice, dict) and choice.get("finish_reason") == "length",
+    return PrefillReport(
+        isinstance(choice, dict) and choice.get("finish_reason") in _BY_LENGTH,
         params if isinstance(params, dict) else None,
-        cached if isinstance(cached, int) else None,
+        cached if type(cached) is int and cached >= 0 else None,
     )
-
-
-def without_transfer_params(answer: bytes) -> bytes:
-    """Return an answer without what an engine's connector tells the gateway in it."""
-    if b'"kv_transfer_params"' not in answer:
-        return answer
-    try:
-        fields = _read_top_level(answer)
-    except msgspec.MsgspecError:
-        return answer
-    if bytes(fields.get("kv_transfer_params", b"null")) == b"null":
-        return answer
-    return msgspec.json.encode({**fields, "kv_transfer_params": msgspec.Raw(b"null")})

@@ -89,6 +89,10 @@ class Metrics:
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,
         )  # fmt: skip
+        self.seedings = Tally(
+            "moongate_seedings", "Hot prefixes put onto one more instance, by how that ended",
+            ["result"], registry=r,
+        )  # fmt: skip
         self.pool_lookup_seconds = Distribution(
             "moongate_pool_lookup_seconds", "Time that a turn's look-up in the pool took",
             buckets=POOL_BUCKETS, registry=r,

@@ -42,11 +42,14 @@ class PoolHealth:
         clock: Callable[[], float],
         on_loss: Callable[[], None],
         *,
+        on_checked: Callable[[PoolState | None], None] | None = None,
         interval_s: float | None = None,
     ) -> None:
+        """`on_checked` gets what each check found, None where the pool can't be reached."""
         self._store = store
         self._clock = clock
         self._on_loss = on_loss
+        self._on_checked = on_checked or (lambda _: None)
         self._interval_s = CHECK_INTERVAL_S if interval_s is None else interval_s
         self._check_now = asyncio.Event()
         self._lost_at: float | None = None
@@ -77,6 +80,7 @@ class PoolHealth:
         if self.is_up:
             logger.warning("the pool can't be asked: %s", reason)
             self.is_up = False
+            self._on_checked(None)
             self._check_now.set()
 
     async def keep_checking(self) -> None:
@@ -102,11 +106,13 @@ class PoolHealth:
             self.counts.failures += 1
             self.is_up = False
             self._on_loss()
+            self._on_checked(None)
             return
         self._compare(self.state, state)
         if not self.is_up:
             logger.info("the pool answers: %s keys", state.key_count)
         self.is_up, self._is_suspect, self.state = True, False, state
+        self._on_checked(state)
 
     def _compare(self, before: PoolState | None, now: PoolState) -> None:
         if before is not None and before.epoch != now.epoch:

@@ -22,13 +22,14 @@ from moongate.kvpool.directory import PoolDirectory, PoolPrefix
 from moongate.kvpool.keys import ONE_SHARD, Shard, model_part
 from moongate.kvpool.lookup import PrefixLookup, learn_shards
 from moongate.kvpool.members import KeyRules, Member
-from moongate.kvpool.store import PoolStore, PoolUnavailable
+from moongate.kvpool.store import PoolState, PoolStore, PoolUnavailable
 from moongate.router import (
     BatchReceived,
     InstanceId,
     InstancePooled,
     KeySpace,
     NotePooled,
+    PoolChecked,
     PoolPart,
     Prompt,
     Request,
@@ -136,7 +137,7 @@ class Pooling:
         self._spaces: dict[KeySpace, _Space] = {}
         self._checking: asyncio.Task[None] | None = None
         self._sampling: set[asyncio.Task[None]] = set()
-        self.health = PoolHealth(store, clock, self._forget_all)
+        self.health = PoolHealth(store, clock, self._forget_all, on_checked=self._tell_core)
         self.counts = PoolCounts()
 
     def start(self) -> None:
@@ -150,6 +151,13 @@ class Pooling:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._store.close()
+
+    def _tell_core(self, state: PoolState | None) -> None:
+        """Let the core know whether the pool is up (None: it isn't), and how full."""
+        if state is None:
+            self._driver.handle(PoolChecked(is_up=False))
+        else:
+            self._driver.handle(PoolChecked(is_up=True, use=state.use))
 
     def _forget_all(self) -> None:
         for space in self._spaces.values():

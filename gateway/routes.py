@@ -24,18 +24,21 @@ class Route:
     template: str
     kind: PromptKind = PromptKind.NONE
     needs_model: bool = True  # the engine itself lets some bodies leave the model out
+    generates: bool = (
+        False  # a text, about which an engine's KV connector may have something to say
+    )
 
 
 PROXIED: dict[str, Route] = {
     route.template: route
     for route in (
-        Route("/v1/chat/completions", PromptKind.CHAT),
-        Route("/v1/completions", PromptKind.COMPLETION),
+        Route("/v1/chat/completions", PromptKind.CHAT, generates=True),
+        Route("/v1/completions", PromptKind.COMPLETION, generates=True),
         Route("/v1/embeddings"),
         Route("/v1/rerank"),
         Route("/v1/score"),
-        Route("/v1/responses"),
-        Route("/v1/messages"),
+        Route("/v1/responses", generates=True),
+        Route("/v1/messages", generates=True),
         Route("/v1/messages/count_tokens"),
         Route("/tokenize", needs_model=False),
         Route("/detokenize", needs_model=False),

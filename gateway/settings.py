@@ -34,6 +34,7 @@ from moongate.engine_plugins.vllm_facts import FactsError, connectable
 from moongate.kvpool.keys import Shard
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
+from moongate.router.seeding import SeedingLimits
 
 HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 """RFC 9110 token."""
@@ -257,6 +258,30 @@ class ShardSettings(_Section):
         return [Shard(*ranks) for ranks in itertools.product(*map(range, sizes))]
 
 
+class SeedingSettings(_Section):
+    """When a hot prefix is put onto one more instance, from the pool; see `router/seeding.py`."""
+
+    # auto: where there is a pool that says how full it is; on: whatever it says, if it is not full.
+    enabled: Annotated[
+        Literal["auto", "on", "off"], BeforeValidator(lambda way: _ON_OFF.get(way, way))
+    ] = "auto"
+    at_once_max: Annotated[int, Field(ge=1, le=64)] = 4  # in the fleet; an instance has one at most
+    per_minute_max: Annotated[int, Field(ge=1, le=600)] = 20
+    demand_per_s_min: Annotated[float, Field(gt=0, le=1000)] = 0.1  # for each holder
+    busy_requests: Annotated[int, Field(ge=1, le=1000)] = 2  # with which a holder is busy
+    prefix_tokens_min: Annotated[int, Field(ge=1)] = 1024  # shorter ones are not worth it
+    pool_use_max: Annotated[float, Field(gt=0, le=1)] = 0.9  # of its bytes
+    kv_use_max: Annotated[float, Field(gt=0, le=1)] = 0.7  # of the cache of the instance
+
+    @property
+    def limits(self) -> SeedingLimits | None:
+        """Return what the core is given. None: nothing is seeded."""
+        if self.enabled == "off":
+            return None
+        fields = self.model_dump(exclude={"enabled"})
+        return SeedingLimits(**fields, needs_pool_use=self.enabled == "auto")
+
+
 class PoolSettings(_Section):
     """The shared KV pool that engines store into and fetch from."""
 
@@ -268,6 +293,7 @@ class PoolSettings(_Section):
     cache_prefix: str = ""  # as in the engines' kv_connector_extra_config
     namespace: str = ""  # of an opt-in payload format, such as @store_tp:2@store_pp:1
     shards: ShardSettings | None = None  # None: learned from what engines store
+    seeding: SeedingSettings = SeedingSettings()
 
     @model_validator(mode="after")
     def _check(self) -> PoolSettings:
@@ -277,6 +303,8 @@ class PoolSettings(_Section):
             )
         if self.kind != "mooncake" and (self.admin_url or self.master):
             raise ValueError(f"master and admin_url are of kind mooncake, not {self.kind}")
+        if self.kind == "none" and self.seeding.enabled == "on":
+            raise ValueError("seeding.enabled: on needs a pool; kind is none")
         if self.master is not None and not MASTER.fullmatch(self.master):
             raise ValueError("master: expected host:port, such as 127.0.0.1:50051")
         return self

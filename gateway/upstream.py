@@ -1,8 +1,8 @@
 """Connections to engines: one pool an instance; send a request, read its answer, cancel it.
 
-What can come out of `send` and of reading is one of four: `Unreachable`, `Disconnected`, `TimedOut`,
-`PoolFull`. Closing an answer before its end closes the connection, which is how an engine learns
-that it should stop.
+What can come out of `send` and of reading is one of five: `Unreachable`, `NoConnection` and `PoolFull`,
+after which the engine has certainly not got the request, and `Disconnected` and `TimedOut`. Closing an
+answer before its end closes the connection, which is how an engine learns that it should stop.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ class Unreachable(UpstreamError):
     """Refused, or no route: nothing listens there."""
 
 
+class NoConnection(UpstreamError):
+    """No connection in time."""
+
+
 class Disconnected(UpstreamError):
     """The connection ended before the answer did, or what came is no answer."""
 
 
 class TimedOut(UpstreamError):
-    """No connection, or no byte, in time; the attempt has been cancelled."""
+    """No byte in time; the attempt has been cancelled."""
 
 
 class PoolFull(UpstreamError):
@@ -118,28 +122,41 @@ class Upstream:
         self._is_closed = False
 
     async def send(
-        self, path: str, headers: Sequence[tuple[bytes, bytes]], body: Sequence[bytes]
+        self,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: Sequence[bytes],
+        *,
+        on_sent: Callable[[], object] | None = None,
+        may_exceed: bool = False,
     ) -> Answer:
         """Post a body (in pieces) and return the answer once its head is here.
 
-        Raises: UpstreamError.
+        `on_sent` is called when there is a connection and all is given to it. `may_exceed`: though
+        the instance has as many connections as it may have. Raises: UpstreamError.
         """
         head = format_request(path, self._authority, headers, sum(map(len, body)))
         kept, began = self._take_idle(), asyncio.get_running_loop().time()
         if kept is not None:
             try:
-                return await self._exchange(kept, head, body)
+                return await self._exchange(kept, head, body, on_sent)
             except Disconnected:
                 took_s = asyncio.get_running_loop().time() - began
                 if kept.has_answered or took_s > RESENT_WITHIN_S:
                     raise
                 # It was closed for being idle just as we used it, so nobody has seen the request.
-        return await self._exchange(await self._connect(), head, body)
+        return await self._exchange(await self._connect(may_exceed), head, body, on_sent)
 
     async def _exchange(
-        self, connection: _Connection, head: bytes, body: Sequence[bytes]
+        self,
+        connection: _Connection,
+        head: bytes,
+        body: Sequence[bytes],
+        on_sent: Callable[[], object] | None,
     ) -> Answer:
         self._busy.add(connection)
+        if on_sent is not None:
+            on_sent()  # writing is the first thing that happens now
         try:
             return await connection.exchange(head, body)
         except BaseException:
@@ -170,10 +187,11 @@ class Upstream:
             connection.abort()
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, may_exceed: bool) -> _Connection:
         """Raises: UpstreamError."""
         count = len(self._busy) + self._connecting
-        if self._connections_max is not None and count >= self._connections_max:
+        limit = None if may_exceed else self._connections_max
+        if limit is not None and count >= limit:
             raise PoolFull(f"{count} connections are open")
         self._connecting += 1
         loop = asyncio.get_running_loop()
@@ -184,7 +202,7 @@ class Upstream:
                     self._host, self._port, ssl=self._tls,
                 )  # fmt: skip
         except TimeoutError as error:
-            raise TimedOut("no connection in time") from error
+            raise NoConnection("no connection in time") from error
         except OSError as error:
             raise Unreachable(str(error)) from error
         finally:

@@ -26,6 +26,13 @@ class PoolState(NamedTuple):
     capacity_bytes: int | None = None
     evicted_keys: int | None = None
 
+    @property
+    def use(self) -> float | None:
+        """Return how full it is, 0.0 to 1.0."""
+        if self.allocated_bytes is None or not self.capacity_bytes:
+            return None
+        return self.allocated_bytes / self.capacity_bytes
+
 
 class PoolUnavailable(Exception):
     """The pool did not answer, or not in a way that can be understood."""

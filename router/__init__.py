@@ -16,6 +16,7 @@ from moongate.router.commands import (
     RejectReason,
     RelayFailure,
     RequestReplay,
+    Seed,
     WakeAt,
 )
 from moongate.router.core import RouterCore, RouterLimits
@@ -30,6 +31,7 @@ from moongate.router.events import (
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PoolChecked,
     PrefillEnded,
     PrefillFailed,
     ReplayEnded,
@@ -37,6 +39,7 @@ from moongate.router.events import (
     RequestFailed,
     RequestFinished,
     RequestFirstByte,
+    SeedingEnded,
     SourceClosed,
     SourceLost,
     SourceOpened,
@@ -62,6 +65,7 @@ from moongate.router.model import (
     Trust,
 )
 from moongate.router.policy import Candidate, Policy, Ranked, make_policy
+from moongate.router.seeding import SeedingLimits
 
 __all__ = [
     "BatchReceived",
@@ -87,6 +91,7 @@ __all__ = [
     "NotePooled",
     "Outcome",
     "Policy",
+    "PoolChecked",
     "PoolPart",
     "PrefillEnded",
     "PrefillFailed",
@@ -108,6 +113,9 @@ __all__ = [
     "Role",
     "RouterCore",
     "RouterLimits",
+    "Seed",
+    "SeedingEnded",
+    "SeedingLimits",
     "SourceClosed",
     "SourceId",
     "SourceLost",

@@ -76,6 +76,20 @@ class NotePooled:
 
 
 @dataclass(frozen=True, slots=True)
+class Seed:
+    """Let the holder get the first tokens of a request's prompt, for those to come (`seeding.py`).
+
+    It follows the arrival of that request, in the same step.
+    """
+
+    seeding_id: RequestId
+    holder: Holder
+    request_id: RequestId
+    model: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Check this instance's health now, beside the regular checks."""
 
@@ -89,4 +103,4 @@ class WakeAt:
     at: float
 
 
-Command = Forward | Reject | RelayFailure | RequestReplay | NotePooled | Probe | WakeAt
+Command = Forward | Reject | RelayFailure | RequestReplay | NotePooled | Seed | Probe | WakeAt

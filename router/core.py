@@ -35,6 +35,7 @@ from moongate.router.events import (
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PoolChecked,
     PrefillEnded,
     PrefillFailed,
     ReplayEnded,
@@ -42,6 +43,7 @@ from moongate.router.events import (
     RequestFailed,
     RequestFinished,
     RequestFirstByte,
+    SeedingEnded,
     SourceClosed,
     SourceLost,
     SourceOpened,
@@ -64,6 +66,7 @@ from moongate.router.model import (
 )
 from moongate.router.policy import Policy, RandomBelow
 from moongate.router.requests import Leg, Requests, Tracked, TrackingLimits, alone
+from moongate.router.seeding import Seeder, SeedingLimits
 from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
 
@@ -83,7 +86,10 @@ class RouterLimits:
 
 
 class RouterCore:
-    """The routing state of one gateway. `policies` by name; `policy` is the one in force."""
+    """The routing state of one gateway. `policies` by name; `policy` is the one in force.
+
+    `seeding` None: hot prefixes stay where they are.
+    """
 
     def __init__(
         self,
@@ -91,6 +97,7 @@ class RouterCore:
         random_below: RandomBelow,
         limits: RouterLimits | None = None,
         others: Sequence[Policy] = (),
+        seeding: SeedingLimits | None = None,
     ) -> None:
         self.limits = limits or RouterLimits()
         self.policy = policy
@@ -116,6 +123,11 @@ class RouterCore:
             self.settling,
             self.candidates,
             TrackingLimits(self.limits.prediction_s, self.limits.approximate_prediction_s),
+        )
+        self.seeder = (
+            Seeder(seeding, self.fleet, self.index, self.loads, self.candidates)
+            if seeding is not None
+            else None
         )
         self._wake_at: float | None = None
 
@@ -146,11 +158,15 @@ class RouterCore:
                 return []
             case RequestFirstByte():
                 self._requests.first_byte(event, now)
-                return []
+                return self._seed(event.request_id, now)
             case RequestFailed() | PrefillFailed():
                 return self._request_failed(event, now)
             case RequestFinished():
-                return self._request_finished(event, now)
+                commands = self._request_finished(event, now)
+                if event.outcome is Outcome.ANSWERED:
+                    return [*commands, *self._seed(event.request_id, now)]
+                self._forget_beginning(event.request_id)
+                return commands
             case (
                 SourceOpened()
                 | BatchReceived()
@@ -170,10 +186,28 @@ class RouterCore:
                 | InstanceDraining()
             ):
                 return self._fleet_changed(event)
+            case PoolChecked() | SeedingEnded():
+                self._seeding_changed(event, now)
+                return []
             case WakeUp():
                 return self._woke(now)
             case _:
                 assert_never(event)
+
+    def _seed(self, request_id: RequestId, now: float) -> list[Command]:
+        return [*self.seeder.began(request_id, now)] if self.seeder is not None else []
+
+    def _forget_beginning(self, request_id: RequestId) -> None:
+        if self.seeder is not None:
+            self.seeder.gave_up(request_id)
+
+    def _seeding_changed(self, event: PoolChecked | SeedingEnded, now: float) -> None:
+        if self.seeder is None:
+            return
+        if isinstance(event, PoolChecked):
+            self.seeder.pool_checked(event)
+        else:
+            self.seeder.ended(event, now)
 
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -201,11 +235,13 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
-        tracked = Tracked(request)
-        forward = self._try_forward(tracked, now)
-        if forward is None:
+        choice = self._choose(request, now, self._random_below)
+        if choice is None:
             return [self._refuse(request)]
-        self.requests[request.id] = tracked
+        tracked = self.requests[request.id] = Tracked(request)
+        forward = self._requests.begin(tracked, choice, now)
+        if self.seeder is not None:
+            self.seeder.placed(request, choice, now)
         return [forward]
 
     def _refuse(self, request: Request) -> Reject:
@@ -219,15 +255,10 @@ class RouterCore:
     def _reject(self, request_id: RequestId, reason: RejectReason) -> Reject:
         return Reject(request_id, reason, retry_after_s=self.limits.retry_after_s)
 
-    def _try_forward(
-        self, tracked: Tracked, now: float, *, is_alone: bool = False
-    ) -> Forward | None:
-        """Choose a holder, or a pair, and reserve it, in one step. None: nobody is left to choose.
-
-        `is_alone`: not a pair.
-        """
-        request = alone(tracked.request) if is_alone else tracked.request
-        choice = self._choose(request, now, self._random_below, [*tracked.failed, *tracked.full])
+    def _try_forward(self, tracked: Tracked, now: float) -> Forward | None:
+        """Choose a holder, or a pair, and reserve it, in one step. None: nobody is left to choose."""
+        request = alone(tracked.request) if tracked.is_alone else tracked.request
+        choice = self._choose_other(tracked, request, now)
         return self._requests.begin(tracked, choice, now) if choice is not None else None
 
     def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
@@ -242,35 +273,38 @@ class RouterCore:
                 commands += self.sources.doubt(leg.holder, instance, now)
         return commands
 
+    def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
+        """Choose who else fetches the blocks that a prefill instance keeps for the request."""
+        choice = self._choose_other(tracked, alone(tracked.request), now)
+        return self._requests.redeliver(tracked, choice, now) if choice is not None else None
+
+    def _choose_other(self, tracked: Tracked, request: Request, now: float) -> Choice | None:
+        excluded = [*tracked.failed, *tracked.full]
+        return self._choose(request, now, self._random_below, excluded)
+
     def _request_failed(self, event: RequestFailed | PrefillFailed, now: float) -> list[Command]:
         """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
         requests = self._requests
         tracked, redelivers = requests.tracked[event.request_id], requests.can_redeliver(event)
         commands = requests.failed(event, now)
-        forward = self._try_again(tracked, event, now, redelivers=redelivers)
-        return [*commands, requests.give_up(event.request_id) if forward is None else forward]
+        if redelivers:
+            forward = self._redeliver(tracked, now)
+        else:
+            forward = self._try_again(tracked, event, now)
+        if forward is not None:
+            return [*commands, forward]
+        self._forget_beginning(event.request_id)
+        return [*commands, requests.give_up(event.request_id)]
 
     def _try_again(
-        self,
-        tracked: Tracked,
-        event: RequestFailed | PrefillFailed,
-        now: float,
-        *,
-        redelivers: bool,
+        self, tracked: Tracked, event: RequestFailed | PrefillFailed, now: float
     ) -> Forward | None:
-        if tracked.attempt < self.limits.attempts_max:
-            if redelivers:
-                return self._redeliver(tracked, now)
-            return self._try_forward(tracked, now)
-        if isinstance(event, PrefillFailed) and tracked.attempt == self.limits.attempts_max:
+        attempts_max = self.limits.attempts_max
+        if isinstance(event, PrefillFailed) and tracked.attempt == attempts_max:
             # No prefill instance could do it; one that computes for itself perhaps can.
-            return self._try_forward(tracked, now, is_alone=True)
-        return None
-
-    def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
-        excluded = [*tracked.failed, *tracked.full]
-        choice = self._choose(alone(tracked.request), now, self._random_below, excluded)
-        return self._requests.redeliver(tracked, choice, now) if choice is not None else None
+            tracked.is_alone = True
+        may_try = tracked.attempt < attempts_max + tracked.is_alone
+        return self._try_forward(tracked, now) if may_try else None
 
     # --- choosing ---------------------------------------------------------------------------------
 

@@ -168,10 +168,20 @@ class FailureKind(Enum):
     """How an attempt failed before its first byte reached the client."""
 
     UNREACHABLE = "unreachable"  # refused, or no route: the engine is gone
+    NO_CONNECTION = "no_connection"  # none in time: no proof that it is gone
     DISCONNECTED = "disconnected"  # reset or closed before an answer
     TIMEOUT = "timeout"  # no proof that it is gone; the edge has cancelled the attempt
     STATUS = "status"  # answered, with a status of 500 or more
     FULL = "full"  # not sent: the edge has as many requests there as it may have
+
+    @property
+    def was_sent(self) -> bool:
+        """Tell whether the engine has got the request, or may have."""
+        return self not in (
+            FailureKind.UNREACHABLE,
+            FailureKind.NO_CONNECTION,
+            FailureKind.FULL,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +191,13 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prefill leg of a hand-off was answered; the decode leg is sent next."""
+    """The prefill leg of a hand-off was answered; the decode leg is sent next.
+
+    `is_held`: its instance keeps the blocks; else the decode leg computes the prompt.
+    """
 
     request_id: RequestId
+    is_held: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +246,25 @@ class RequestFinished:
     cached_tokens: int | None = None  # of the prompt, by the engine's report; None: not told
 
 
+# --- the pool -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChecked:
+    """The shared pool was asked how it is. `use`: allocated over capacity; None: it doesn't say."""
+
+    is_up: bool
+    use: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeedingEnded:
+    """A seeding is over. `is_done`: the engine answered it."""
+
+    seeding_id: RequestId
+    is_done: bool
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -259,5 +292,7 @@ Event = (
     | RequestFirstByte
     | RequestFailed
     | RequestFinished
+    | PoolChecked
+    | SeedingEnded
     | WakeUp
 )

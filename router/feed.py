@@ -107,8 +107,10 @@ class Feed:
     _is_started: bool = False  # a batch was applied, or a replay said that there is none
     _has_lost: bool = False  # something that was announced is not known
     _is_unsure: bool = False  # a replay had no answer, so something may have been lost
-    _unverified_from: int | None = None  # batches from here on may be another publisher's
     _verify_at: float | None = None
+    _certain: int | None = (
+        None  # the batch that is asked for, until a publisher shows that it has it
+    )
     _doubt_from: float = 0.0  # the next doubt is heeded from then on
 
     # --- what happened ----------------------------------------------------------------------------
@@ -138,8 +140,6 @@ class Feed:
         if self._state is not _State.CUT:
             self._pending.clear()
         if self.has_replay:
-            if self._unverified_from is None and self.expected > 0:
-                self._unverified_from = self.expected
             return [self._verify(now)]
         # Nobody can tell what happened meanwhile; believing the old blocks would be a guess.
         actions = self._restart()
@@ -213,7 +213,7 @@ class Feed:
             # Also a stream joined in its middle: what was stored before is not known.
             return self._lose_until(batch)
         self._keep_back(batch)
-        if self._unverified_from is not None:
+        if self._certain is not None:
             return [self._verify(now)]  # else a restart before the gap would go unnoticed
         return [self._ask(self.expected, _State.SYNCING, now)]
 
@@ -231,9 +231,9 @@ class Feed:
         self._replay_batches += 1
         actions: list[FeedAction] = []
         if self._state is _State.VERIFYING:
-            if self._is_sure(batch):
+            if self._is_certain(batch):
                 self._state = _State.SYNCING
-                self._unverified_from = None
+                self._certain = None
                 return []
             # Another publisher, or one that has forgotten our place: nothing we know is certain.
             actions += self._restart()
@@ -281,9 +281,7 @@ class Feed:
                 # As news of a restart it would be asked about for ever.
                 continue
             elif (
-                is_beyond
-                and self._was_asked_for(self.expected)
-                and self._is_hopeless(is_complete)
+                is_beyond and self._was_asked_for(self.expected) and self._is_hopeless(is_complete)
             ):
                 actions += self._lose_until(batch)
             else:
@@ -296,7 +294,7 @@ class Feed:
     def _was_asked_for(self, sequence: int) -> bool:
         """Tell whether the last replay was to bring this; one that verifies as well has two chances."""
         from_sequence = self._replay.from_sequence
-        is_again = self._unverified_from is not None and self._repeats > 0
+        is_again = self._certain is not None and self._repeats > 0
         return from_sequence == sequence or (is_again and from_sequence < sequence)
 
     def _is_hopeless(self, is_complete: bool) -> bool:
@@ -335,19 +333,24 @@ class Feed:
         self.expected = 0
         self._has_lost = self._is_unsure = False
         self._digests.clear()
+        self._certain = None
         self._is_started = False
-        self._unverified_from = None
         return [Forget()]
 
     def _verify(self, now: float) -> Ask:
-        """Ask from the last batch that is surely this publisher's, if it still is the same."""
-        known = self.expected if self._unverified_from is None else self._unverified_from
-        state = _State.VERIFYING if known > 0 else _State.SYNCING
-        return self._ask(max(known - 1, 0), state, now)
+        """Ask for the last batch that is certainly of the publisher that we know.
 
-    def _is_sure(self, batch: BatchReceived) -> bool:
-        """Tell whether a batch was applied, before anything that another publisher may have sent."""
-        is_before = self._unverified_from is None or batch.sequence < self._unverified_from
+        Batches that came after a question without an answer may be of another one already.
+        """
+        if self.expected == 0:
+            return self._ask(0, _State.SYNCING, now)
+        if self._certain is None:
+            self._certain = self.expected - 1
+        return self._ask(self._certain, _State.VERIFYING, now)
+
+    def _is_certain(self, batch: BatchReceived) -> bool:
+        """Tell whether this was applied, and before anything that may be of another publisher."""
+        is_before = self._certain is None or batch.sequence <= self._certain
         return is_before and self._digests.get(batch.sequence) == batch.digest
 
     def _ask(self, from_sequence: int, state: _State, now: float) -> Ask:

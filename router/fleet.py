@@ -218,7 +218,7 @@ class Fleet:
         """Return the instances that may take a request for the model now.
 
         When all that are healthy are suspended, they are returned all the same: an instance that
-        fails some requests is better than none.
+        fails some requests is better than none. Not so to prefill, which others can do as well.
         """
         left_out = set(excluded)
         healthy = [
@@ -229,7 +229,8 @@ class Fleet:
             and i.spec.role in ROLES[duty]
             and i.spec.id not in left_out
         ]
-        return [i for i in healthy if not i.is_suspended(now)] or healthy
+        working = [i for i in healthy if not i.is_suspended(now)]
+        return working if working or duty is Duty.PREFILL else healthy
 
     def model_cards(self) -> Mapping[str, ModelCard]:
         """Return every model that some instance serves, by name."""

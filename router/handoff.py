@@ -5,9 +5,14 @@ side never waits for blocks that will not come: with both legs at once a prefill
 cancelled would leave the blocks which the decode side has set aside waiting for the engine's own time
 limit (vLLM 0.32: 480 s), and every retry some more (decision 11).
 
-Once a prefill is answered its instance keeps the blocks until somebody has fetched them. So from the
-moment it is sent the decode leg is always delivered: to a client that has left too, as a request for one
-token that nobody reads. Nothing is ever cancelled in between.
+Once a prefill is answered its instance keeps the blocks until somebody has fetched them. So after a
+prefill that was answered a decode leg is always delivered: where the client has left, or nobody could
+take its request, as one for a single token that nobody reads (a *release*). Nothing is ever cancelled
+in between.
+
+    new -> prefilling -> decoding -> streaming -> over
+                            | ^
+                            +-+ redeliver: it did not reach its instance
 
 Families: Mooncake, where the gateway names the transfer and looks the engine up at its bootstrap server;
 NIXL, where the prefill's answer has what the decode side needs. A MultiConnector is of the family of
@@ -62,10 +67,7 @@ class CancelDecode:
 
 @dataclass(frozen=True, slots=True)
 class NothingLeft:
-    """The hand-off is over."""
-
-
-Action = SendPrefill | SendDecode | CancelDecode | NothingLeft
+    """The hand-off is over, and nothing is kept for it."""
 
 
 # --- what happened --------------------------------------------------------------------------------
@@ -112,72 +114,83 @@ class Handoff:
 
     @property
     def is_decoding(self) -> bool:
-        """Tell whether the decode leg is under way."""
-        return self._state in (_State.DECODING, _State.STREAMING)
+        """Tell whether a decode leg is on its way, and nothing of its answer has come."""
+        return self._state is _State.DECODING
 
-    def begin(self) -> Action:
+    @property
+    def is_over(self) -> bool:
+        return self._state is _State.OVER
+
+    def begin(self) -> SendPrefill:
         assert self._state is _State.NEW, self._state
         self._state = _State.PREFILLING
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
         if self.kind is HandoffKind.MOONCAKE:
-            return SendPrefill(
-                {
-                    "do_remote_decode": True,
-                    "do_remote_prefill": False,
-                    "transfer_id": self.transfer_id,
-                }
-            )
+            return SendPrefill({**params, "transfer_id": self.transfer_id})
         others = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-        return SendPrefill(
-            {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(others)}
-        )
+        return SendPrefill({**params, **dict.fromkeys(others)})
 
-    def prefill_answered(self, answer: PrefillAnswer) -> Action:
+    def prefill_answered(self, answer: PrefillAnswer) -> SendDecode | NothingLeft:
         """Raises: HandoffError where the answer lacks what the decode side needs."""
         assert self._state is _State.PREFILLING, self._state
-        if self.kind is HandoffKind.NIXL:
-            return self._send(_nixl_params(answer))
-        if not answer.is_held:
-            return self._send(None)
-        return self._send(self._mooncake_params(answer))
+        try:
+            self._decode_params = self._find_params(answer)
+        except HandoffError:
+            self._state = _State.OVER
+            raise
+        return self._send()
 
-    def redeliver(self) -> Action:
-        """The decode leg did not reach its instance: send it to another one."""
+    def prefill_failed(self) -> NothingLeft:
+        """It was refused, or failed: nothing is kept on the prefill side."""
+        assert self._state is _State.PREFILLING, self._state
+        self._state = _State.OVER
+        return NothingLeft()
+
+    def redeliver(self) -> SendDecode | NothingLeft:
+        """The decode leg did not reach its instance: send it to another one, or again."""
         assert self._state is _State.DECODING, self._state
-        return self._send(self._decode_params)
+        return self._send()
 
-    def prefill_failed(self) -> Action:
-        """Nothing is kept on the prefill side."""
-        self._state = _State.OVER
-        return NothingLeft()
-
-    def decode_began(self) -> Action | None:
+    def decode_began(self) -> CancelDecode | None:
         """The decode leg's first byte came, so the engine has it, and the blocks."""
+        assert self._state is _State.DECODING, self._state
         self._state = _State.STREAMING
-        return None if self.has_client else CancelDecode()
+        return None if self.has_client else self._cancel()
 
-    def decode_ended(self) -> Action:
+    def decode_ended(self) -> NothingLeft:
+        """Its answer is complete, or it failed after it had, or may have, reached its instance."""
+        assert self._state in (_State.DECODING, _State.STREAMING), self._state
         self._state = _State.OVER
         return NothingLeft()
 
-    def client_left(self) -> Action | None:
+    def client_left(self) -> CancelDecode | NothingLeft | None:
         """Return what to do at once; None: what is under way goes on, until it has been delivered."""
         self.has_client = False
         match self._state:
             case _State.STREAMING:
-                return CancelDecode()
+                return self._cancel()
             case _State.NEW | _State.OVER:
                 self._state = _State.OVER
                 return NothingLeft()
             case _State.PREFILLING | _State.DECODING:
                 return None
 
-    def _send(self, params: TransferParams | None) -> Action:
-        if params is None and not self.has_client:
+    def _send(self) -> SendDecode | NothingLeft:
+        if self._decode_params is None and not self.has_client:
             self._state = _State.OVER
             return NothingLeft()
         self._state = _State.DECODING
-        self._decode_params = params
-        return SendDecode(params, is_release=not self.has_client)
+        return SendDecode(self._decode_params, is_release=not self.has_client)
+
+    def _cancel(self) -> CancelDecode:
+        self._state = _State.OVER
+        return CancelDecode()
+
+    def _find_params(self, answer: PrefillAnswer) -> TransferParams | None:
+        """Return the decode leg's parameters, None if nothing is kept. Raises: HandoffError."""
+        if self.kind is HandoffKind.NIXL:
+            return _nixl_params(answer)
+        return self._mooncake_params(answer) if answer.is_held else None
 
     def _mooncake_params(self, answer: PrefillAnswer) -> TransferParams:
         if answer.bootstrap_url is None or answer.engine_id is None:
@@ -196,6 +209,9 @@ class Handoff:
 
 
 def _nixl_params(answer: PrefillAnswer) -> TransferParams:
-    if not answer.params or not answer.params.get("remote_engine_id"):
-        raise HandoffError("the prefill instance's answer has no kv_transfer_params")
-    return answer.params  # unchanged: whatever else the connector puts there it will want back
+    params = answer.params or {}
+    is_push = params.get("transfer_mode") == "push"
+    # A decode instance that is told to read no blocks ends by an assertion of its scheduler.
+    if not params.get("remote_engine_id") or not (is_push or params.get("remote_block_ids")):
+        raise HandoffError("the prefill instance's answer does not say where the blocks are")
+    return params  # unchanged: whatever else the connector puts there it will want back

@@ -236,6 +236,13 @@ class OwnershipIndex:
         if affected:
             self._schedule_expiry(expires_at, holder, affected)
 
+    def take_predictions_back(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
+        """Assume these no longer: what they were assumed for did not happen."""
+        predicted = self._predicted[holder]
+        for block in blocks:
+            if block in predicted:
+                self._drop_prediction(holder, block)
+
     def forget_predictions(self, holder: Holder) -> None:
         for block in list(self._predicted[holder]):
             self._drop_prediction(holder, block)

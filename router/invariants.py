@@ -7,6 +7,7 @@ from collections import Counter
 from moongate.router.core import RouterCore
 from moongate.router.load import Load
 from moongate.router.model import Holder, SideGroup, Tier
+from moongate.router.requests import Tracked
 
 
 def check(core: RouterCore) -> None:
@@ -17,6 +18,8 @@ def check(core: RouterCore) -> None:
     _check_holders_are_known(core)
     _check_load_equals_reservations(core)
     _check_requests(core)
+    _check_trials(core)
+    _check_seedings(core)
     _check_index_equals_ledgers(core)
     _check_candidates_are_current(core)
 
@@ -42,16 +45,48 @@ def _check_load_equals_reservations(core: RouterCore) -> None:
 
 def _check_requests(core: RouterCore) -> None:
     legs = {leg.reservation: leg for tracked in core.requests.values() for leg in tracked.legs}
-    assert set(legs) == set(core.loads.reservations), "a leg without reservation"
+    seedings = core.seeder.running if core.seeder is not None else {}
+    reserved = set(core.loads.reservations)
+    assert legs.keys() | seedings.keys() == reserved, "a leg or a seeding without reservation"
     for tracked in core.requests.values():
-        assert tracked.leg is not None
-        # One more than others has a request whose prefill failed: without a hand-off.
-        attempts_max = core.limits.attempts_max + tracked.request.may_hand_over
-        assert 1 <= tracked.attempt <= attempts_max, tracked
-        assert len(set(tracked.tried)) == len(tracked.tried), tracked.tried
-        assert set(tracked.failed) <= set(tracked.tried), tracked
+        _check_request(tracked, core.limits.attempts_max)
     predicting = {(leg.holder, leg.reservation) for leg in legs.values() if leg.predicted}
     assert predicting == {(h, i) for h, ids in core.predicting.items() for i in ids}, predicting
+
+
+def _check_request(tracked: Tracked, attempts_max: int) -> None:
+    assert tracked.leg is not None
+    # One more than others has a request that no prefill instance could do: without a hand-off.
+    assert 1 <= tracked.attempt <= attempts_max + tracked.is_alone, tracked
+    assert tracked.request.may_hand_over or not tracked.is_alone, tracked
+    assert len(set(tracked.tried)) == len(tracked.tried), tracked.tried
+    assert set(tracked.failed) <= set(tracked.tried), tracked
+    assert tracked.answering.holder.instance_id in tracked.tried, tracked
+    if tracked.prefill is not None:
+        assert tracked.request.may_hand_over, tracked
+        assert tracked.prefill.holder.instance_id != tracked.leg.holder.instance_id, tracked
+        assert tracked.handed_over_tokens is None, "kept before it was computed"
+    # The prompt is computed once: by the prefill leg, or where it is decoded.
+    is_elsewhere = tracked.prefill is not None or tracked.handed_over_tokens is not None
+    assert not is_elsewhere or tracked.leg.prefill_tokens == 0, tracked
+
+
+def _check_trials(core: RouterCore) -> None:
+    """A trial that no request answers for would keep its instance without work for good."""
+    for instance in core.fleet:
+        assert instance.trial is None or instance.trial in core.requests, instance
+
+
+def _check_seedings(core: RouterCore) -> None:
+    seeder = core.seeder
+    if seeder is None:
+        return
+    assert seeder.watched.keys() <= core.requests.keys(), "watches a request that has ended"
+    holders = [running.holder for running in seeder.running.values()]
+    assert len(holders) <= seeder.limits.at_once_max, holders
+    assert len(set(holders)) == len(holders), "two seedings on one instance"
+    for seeding_id, running in seeder.running.items():
+        assert core.loads.reservations[seeding_id].holder == running.holder, seeding_id
 
 
 def _check_index_equals_ledgers(core: RouterCore) -> None:

@@ -1,14 +1,15 @@
 """Unfinished requests: where each was sent, what was reserved for it, and what comes after a failure.
 
 A request has one leg, or two: a prefill leg on one instance, then a decode leg on another. Each leg
-reserves its holder and lets the index assume that it will hold the prompt.
+reserves its holder, and once it is sent lets the index assume that the holder will have the prompt.
 
 After a failure, before the client has got a byte: another instance is tried. If a prefill leg failed,
 nothing is kept of it, so another pair is tried, and at last an instance that does both. If a decode leg
-did not reach its instance, the same hand-off is delivered to another one; if it did, or may have, the
-prompt is computed anew.
+certainly did not reach its instance, the same hand-off is delivered to another one, which is no attempt
+of its own: somebody has to fetch the blocks. If it did, or may have, the prompt is computed anew.
 
-Invariants: a request's reservations are those of its legs under way; each request ends once.
+Invariants: a request's reservations are those of its legs under way; each request ends once; an
+instance is charged with a failure only if another one served the request.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import assert_never
 
 from moongate.router.candidates import CandidateTable
 from moongate.router.choosing import Choice, Place
-from moongate.router.commands import Command, Forward, Probe, RelayFailure
+from moongate.router.commands import Command, Decision, Forward, Probe, RelayFailure
 from moongate.router.events import (
     FailureKind,
     Outcome,
@@ -37,7 +38,6 @@ from moongate.router.model import (
     BlockHash,
     Holder,
     InstanceId,
-    KnownPart,
     Request,
     RequestId,
     Trust,
@@ -54,15 +54,24 @@ confirmed by then is no longer assumed."""
 class Leg:
     """What a request has on one holder."""
 
-    holder: Holder
+    place: Place
+    holder: Holder  # that of the place
     reservation: RequestId  # names it in the table of loads
     began_at: float
-    prefill_tokens: int
+    lacking_tokens: int  # of the prompt, beyond what it has or fetches
+    prefill_tokens: int  # of these, what it computes itself: all or none
     had_prefill_alone: bool  # nobody's prompt was ahead
     confirmed_tokens: int = 0  # that the holder was known to have, if it computes the rest
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
+
+    @property
+    def assumed_blocks(self) -> Sequence[BlockHash]:
+        """Return what the holder is assumed to have on account of this leg only."""
+        chosen, known = self.place
+        begin = chosen.overlap_tokens // known.block_tokens
+        return known.chain[begin : known.usable_blocks]
 
 
 @dataclass(slots=True)
@@ -76,7 +85,11 @@ class Tracked:
     tried: list[InstanceId] = field(default_factory=list)  # something was sent there
     failed: list[InstanceId] = field(default_factory=list)  # of these
     full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
-    handed_over_tokens: int = 0  # that the leg gets from its prefill
+    decision: Decision | None = None  # of the attempt under way
+    handed_over_tokens: int | None = (
+        None  # that a prefill instance keeps for the leg; None: none does
+    )
+    is_alone: bool = False  # it is not handed over any more
     has_first_byte: bool = False
 
     @property
@@ -87,6 +100,17 @@ class Tracked:
     @property
     def legs(self) -> list[Leg]:
         return [leg for leg in (self.prefill, self.leg) if leg is not None]
+
+    @property
+    def answering(self) -> Leg:
+        """Return the leg whose answer the client gets: if it is refused, that of the prefill."""
+        leg = self.prefill or self.leg
+        assert leg is not None
+        return leg
+
+    def note_tried(self, instance_id: InstanceId) -> None:
+        if instance_id not in self.tried:
+            self.tried.append(instance_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +144,14 @@ class Requests:
         if not (tracked.failed or tracked.full):
             self._note_lineage(choice)
         tracked.attempt += 1
-        tracked.handed_over_tokens = 0
+        tracked.decision = choice.decision
+        tracked.handed_over_tokens = None
         prefill = choice.prefill
         if prefill is not None:
             tracked.prefill = self._open(tracked, prefill, now, name="/prefill")
-            tracked.tried.append(prefill.chosen.holder.instance_id)
-            prompt = tracked.request.prompt
-            count = prompt.token_count if prompt is not None else 0
-            tracked.handed_over_tokens = max(count - choice.chosen.overlap_tokens, 0)
-        else:
-            tracked.tried.append(choice.chosen.holder.instance_id)
         place = Place(choice.chosen, choice.known)
         tracked.leg = self._open(tracked, place, now, computes=prefill is None)
+        self._send(tracked, tracked.answering, now)
         self._watch_answer(tracked, place)
         return Forward(
             tracked.request.id,
@@ -159,24 +179,29 @@ class Requests:
         instance.last_chosen[holder] = self._forwards
         instance.begin_trial(request.id)
         prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
-        reused_tokens = chosen.overlap_tokens + chosen.pool_tokens
+        reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
+        lacking_tokens = max(prompt_tokens - reused_tokens, 0)
         leg = Leg(
+            place,
             holder,
-            RequestId(f"{request.id}{name}"),
+            RequestId(f"{request.id}{name}") if name else request.id,
             now,
-            prefill_tokens=max(prompt_tokens - reused_tokens, 0) if computes else 0,
+            lacking_tokens,
+            prefill_tokens=lacking_tokens if computes else 0,
             had_prefill_alone=self.loads.get(holder).queued_prefill_tokens == 0,
             confirmed_tokens=chosen.confirmed_tokens if computes else 0,
             fetching=chosen if chosen.pool_tokens and computes else None,
         )
         self.loads.reserve(leg.reservation, holder, leg.prefill_tokens, known.usable_blocks)
         self.candidates.touch(holder)
-        if known.usable_blocks:
-            self._predict(leg, chosen, known, now)
         return leg
 
-    def _predict(self, leg: Leg, chosen: Candidate, known: KnownPart, now: float) -> None:
-        """Assume that the holder will have what it has not confirmed of the prompt."""
+    def _send(self, tracked: Tracked, leg: Leg, now: float) -> None:
+        """Note that a leg is sent now: its holder will have what it has not confirmed of the prompt."""
+        tracked.note_tried(leg.holder.instance_id)
+        chosen, known = leg.place
+        if not known.usable_blocks or not self.index.has_holder(leg.holder):
+            return
         part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
         will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
         limits = self.limits
@@ -213,22 +238,21 @@ class Requests:
                 self._learn_rate(prefill, instance, (now - prefill.began_at) * 1000)
         self._close(prefill, now)
         tracked.prefill = None
+        tracked.handed_over_tokens = leg.lacking_tokens if event.is_held else None
         leg.began_at = now
-        if leg.holder.instance_id not in tracked.tried:
-            tracked.tried.append(leg.holder.instance_id)
+        self._send(tracked, leg, now)
 
     def first_byte(self, event: RequestFirstByte, now: float) -> None:
         """The answer began, so its prompt is computed."""
         tracked = self.tracked[event.request_id]
-        leg = tracked.leg
-        assert leg is not None
+        leg = tracked.answering
         if tracked.has_first_byte:
             return
         tracked.has_first_byte = True
         elapsed_ms = (now - leg.began_at) * 1000
         instance = self.fleet.find(leg.holder.instance_id)
         if event.shows_prefill and tracked.is_exact and instance is not None:
-            if tracked.handed_over_tokens:
+            if tracked.handed_over_tokens is not None:
                 self.fleet.observe_handoff(tracked.handed_over_tokens, elapsed_ms)
             elif leg.had_prefill_alone:
                 self._learn_rate(leg, instance, elapsed_ms)
@@ -252,38 +276,39 @@ class Requests:
     def failed(self, event: RequestFailed | PrefillFailed, now: float) -> list[Command]:
         """End an attempt that failed before its first byte. Return what follows for the instance."""
         tracked = self.tracked[event.request_id]
-        leg = tracked.prefill if isinstance(event, PrefillFailed) else tracked.leg
-        assert leg is not None
+        leg = tracked.answering
+        assert isinstance(event, PrefillFailed) == (leg is tracked.prefill), event
+        unsent = [other for other in tracked.legs if other is not leg]
+        if not event.kind.was_sent and self.index.has_holder(leg.holder):
+            self.index.take_predictions_back(leg.holder, leg.assumed_blocks)
         self._close_all(tracked, now)
         self.settling.drop(event.request_id)
-        tracked.failed.append(leg.holder.instance_id)
-        commands = self._note_failure(leg.holder.instance_id, event.kind)
+        for other in unsent:
+            self._end_trial(tracked, other.holder.instance_id)
+        instance_id = leg.holder.instance_id
         if event.kind is FailureKind.FULL:
-            self._take_back_attempt(tracked)
-        return commands
+            self._note_full(tracked, instance_id)
+            return []
+        tracked.failed.append(instance_id)
+        return self._note_failure(instance_id, event.kind)
 
     def can_redeliver(self, event: RequestFailed | PrefillFailed) -> bool:
         """Tell whether a decode leg certainly didn't reach its instance, while its blocks are kept."""
-        tracked = self.tracked[event.request_id]
-        was_sent = event.kind not in (FailureKind.UNREACHABLE, FailureKind.FULL)
-        is_decode = isinstance(event, RequestFailed) and tracked.prefill is None
-        return is_decode and tracked.handed_over_tokens > 0 and not was_sent
+        is_kept = self.tracked[event.request_id].handed_over_tokens is not None
+        return is_kept and not event.kind.was_sent
 
     def redeliver(self, tracked: Tracked, choice: Choice, now: float) -> Forward:
         """Send the decode leg of a hand-off to another instance."""
-        handed_over = tracked.handed_over_tokens
+        assert tracked.decision is not None
         place = Place(choice.chosen, choice.known)
-        tracked.leg = self._open(tracked, place, now, computes=False)
-        tracked.tried.append(choice.chosen.holder.instance_id)
-        tracked.attempt += 1
-        tracked.handed_over_tokens = handed_over
+        leg = tracked.leg = self._open(tracked, place, now, computes=False)
+        tracked.handed_over_tokens = leg.lacking_tokens
+        self._send(tracked, leg, now)
         self._watch_answer(tracked, place)
+        # Its prompt was computed where it was, and reused there what it did.
+        decision = tracked.decision._replace(ranking=choice.decision.ranking)
         return Forward(
-            tracked.request.id,
-            choice.chosen.holder,
-            choice.decision,
-            tracked.attempt,
-            is_redelivery=True,
+            tracked.request.id, leg.holder, decision, tracked.attempt, is_redelivery=True
         )
 
     def give_up(self, request_id: RequestId) -> RelayFailure:
@@ -291,13 +316,18 @@ class Requests:
         self._end_trials(self.tracked.pop(request_id))
         return RelayFailure(request_id)
 
-    def _take_back_attempt(self, tracked: Tracked) -> None:
-        """Nothing was sent, so it was no attempt, and says nothing about the instance."""
-        instance_id = tracked.failed.pop()
-        if instance_id in tracked.tried:
-            tracked.tried.remove(instance_id)
+    def _note_full(self, tracked: Tracked, instance_id: InstanceId) -> None:
+        """Nothing was sent there, so it says nothing about the instance, nor was it an attempt.
+
+        Unless a prefill was sent, and answered, before.
+        """
+        tracked.tried.remove(instance_id)
         tracked.full.append(instance_id)
-        tracked.attempt -= 1
+        if tracked.handed_over_tokens is None:
+            tracked.attempt -= 1
+        self._end_trial(tracked, instance_id)
+
+    def _end_trial(self, tracked: Tracked, instance_id: InstanceId) -> None:
         instance = self.fleet.find(instance_id)
         if instance is not None:
             instance.end_trial(tracked.request.id)
@@ -314,7 +344,12 @@ class Requests:
                 return [Probe(instance_id)]
             case FailureKind.DISCONNECTED:
                 return [Probe(instance_id)]
-            case FailureKind.TIMEOUT | FailureKind.STATUS | FailureKind.FULL:
+            case (
+                FailureKind.NO_CONNECTION
+                | FailureKind.TIMEOUT
+                | FailureKind.STATUS
+                | FailureKind.FULL
+            ):
                 return []
             case _:
                 assert_never(kind)
@@ -333,8 +368,7 @@ class Requests:
     def finished(self, event: RequestFinished, now: float) -> list[Command]:
         """End a request that was answered, left or broken off."""
         tracked = self.tracked.pop(event.request_id)
-        leg = tracked.leg
-        assert leg is not None
+        leg = tracked.answering
         self._close_all(tracked, now)
         is_answered = event.outcome is Outcome.ANSWERED
         length = event.completion_tokens if is_answered else None
@@ -360,9 +394,7 @@ class Requests:
 
     def _end_trials(self, tracked: Tracked) -> None:
         for instance_id in {*tracked.tried, *(leg.holder.instance_id for leg in tracked.legs)}:
-            instance = self.fleet.find(instance_id)
-            if instance is not None:
-                instance.end_trial(tracked.request.id)
+            self._end_trial(tracked, instance_id)
 
     def _close_all(self, tracked: Tracked, now: float) -> None:
         for leg in tracked.legs:

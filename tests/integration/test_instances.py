@@ -174,7 +174,7 @@ async def test_with_an_admin_key_operators_need_it(
     auth = {"admin_key_env": "MOONGATE_TEST_ADMIN"}
     async with live_gateway([pair[0].url], auth=auth) as gateway:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer é"}):
-            encoded = {k: v.encode("latin-1") for k, v in headers.items()}
+            encoded = [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
             answer = await gateway.client.get("/admin/instances", headers=encoded)
             assert answer.status_code == 401
             assert "x-request-id" in answer.headers

@@ -19,6 +19,7 @@ from moongate.gateway.upstream import (
     KEEP_ALIVE_S,
     Answer,
     Disconnected,
+    NoConnection,
     PoolFull,
     TimedOut,
     Unreachable,
@@ -547,7 +548,7 @@ async def test_a_port_that_nobody_listens_on_is_unreachable() -> None:
 
 async def test_a_name_that_does_not_resolve_is_unreachable() -> None:
     async with connected("http://nobody.invalid:80") as upstream:
-        with pytest.raises((Unreachable, TimedOut)):
+        with pytest.raises((Unreachable, NoConnection)):
             await ask(upstream)
 
 
@@ -565,10 +566,10 @@ def nobody_accepts() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-async def test_a_connection_that_takes_too_long_is_timed_out() -> None:
+async def test_a_connection_that_takes_too_long_is_given_up() -> None:
     with nobody_accepts() as url:
         async with connected(url, connect_s=0.1) as upstream:
-            with pytest.raises(TimedOut):
+            with pytest.raises(NoConnection):
                 await ask(upstream)
 
 
@@ -591,6 +592,34 @@ async def test_a_full_pool_says_so_at_once_and_has_room_again_later() -> None:
         third.close()
 
 
+async def test_what_frees_an_instances_memory_needs_no_place_in_the_pool() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        await peer.drain()
+
+    async with served(script, connections_max=1) as (upstream, _):
+        first = await upstream.send("/x", [], [b"1"])
+        second = await upstream.send("/x", [], [b"2"], may_exceed=True)
+        with pytest.raises(PoolFull):
+            await ask(upstream)
+        first.close()
+        second.close()
+
+
+async def test_it_is_told_when_a_request_is_on_its_way() -> None:
+    told: list[int] = []
+    async with served(echo) as (upstream, server):
+        answer = await upstream.send("/x", [], [b"1"], on_sent=lambda: told.append(1))
+        answer.close()
+        assert (len(told), len(server.requests)) == (1, 1)
+    with nobody_accepts() as url:
+        async with connected(url, connect_s=0.05) as upstream:
+            with pytest.raises(NoConnection):
+                await upstream.send("/x", [], [b"1"], on_sent=lambda: told.append(2))
+    assert told == [1]
+
+
 async def test_kept_connections_count_while_they_are_used() -> None:
     async with served(echo, connections_max=1) as (upstream, server):
         for _ in range(3):
@@ -609,9 +638,9 @@ async def test_connections_that_are_being_made_count() -> None:
             await asyncio.sleep(0.02)
             with pytest.raises(PoolFull):
                 await ask(upstream)
-            with pytest.raises(TimedOut):
+            with pytest.raises(NoConnection):
                 await waiting
-            with pytest.raises(TimedOut):  # and not PoolFull
+            with pytest.raises(NoConnection):  # and not PoolFull
                 await ask(upstream)
 
 
@@ -677,7 +706,7 @@ async def test_a_request_cancelled_while_it_connects_leaves_no_place_taken() -> 
             task = asyncio.create_task(ask(upstream))
             await asyncio.sleep(0.02)
             await cancel(task)
-            with pytest.raises(TimedOut):
+            with pytest.raises(NoConnection):
                 await ask(upstream)
 
 
@@ -760,5 +789,5 @@ async def test_a_server_that_says_nothing_to_tls_is_timed_out() -> None:
         await peer.drain()
 
     async with RawServer(script) as server, connected(https(server), connect_s=0.2) as upstream:
-        with pytest.raises(TimedOut):
+        with pytest.raises(NoConnection):
             await ask(upstream)

@@ -40,6 +40,8 @@ from moongate.router import (
     ModelCard,
     Outcome,
     PoolPart,
+    PrefillEnded,
+    PrefillFailed,
     Prompt,
     Reject,
     RelayFailure,
@@ -74,7 +76,7 @@ from moongate.router.events import (
     KvEvent,
 )
 from moongate.router.invariants import check
-from moongate.router.model import TEXT_SPACE, WHOLE_PREFIX, BlockHash
+from moongate.router.model import TEXT_SPACE, WHOLE_PREFIX, BlockHash, Duty
 
 MODEL, ADAPTER = "m", "ad-1"
 KEY_SPACES = (KeySpace("k"), KeySpace("l"))
@@ -299,6 +301,7 @@ class Instance:
     size: int
     ranks: tuple[int, ...]
     has_adapter: bool
+    role: Role = Role.BOTH
     is_described: bool = False
     is_healthy: bool = False
     bad_probes: int = 0
@@ -317,9 +320,14 @@ class Instance:
 class Open:
     """A request that the core has forwarded and that has not ended."""
 
-    holders: list[Holder]
+    request: Request
+    attempts: int = 0
+    failed: set[InstanceId] = field(default_factory=set)  # or full
+    prefill: Holder | None = None  # under way
+    holder: Holder | None = None  # that answers, or will
+    is_kept: bool = False  # by a prefill instance, for the decode leg
+    had_prefill: bool = False  # that could not be done
     has_first_byte: bool = False
-    full: int = 0  # of these, how many it was not sent to
 
 
 # --- the history ----------------------------------------------------------------------------------
@@ -346,6 +354,8 @@ class History:
         self.wake_at: float | None = None
         self.recording: list[tuple[float, Event]] = []
         self.commands: list[Command] = []
+        # Some fleets prefill and decode apart, and much of what happens to them is about that.
+        self.is_apart = chance.random() < 0.3
         self.kinds = self._choose_kinds()
         # Of its own, so that what a pool has changes nothing else of a history.
         self.pool_chance = random.Random(self.seed)
@@ -353,7 +363,7 @@ class History:
 
     def run(self, steps: int) -> None:
         """Let a fleet join and `steps` things happen, then heal it and compare it with the truth."""
-        for _ in range(self.chance.choice([1, 1, 2, 3])):
+        for _ in range(self.chance.choice([3, 5] if self.is_apart else [1, 1, 2, 3])):
             self._join()
         for _ in range(steps):
             self.chance.choice(self.kinds)()
@@ -380,6 +390,9 @@ class History:
             *(self._speak_oddly, self._speak_of_others, self._deliver_all, self._answer_at_length),
         ]
         kinds: list[Callable[[], object]] = list(always)
+        if self.is_apart:
+            kinds += [*[self._arrive] * 2, *[self._end_prefill] * 3, self._fail, self._finish]
+            kinds += [self._lose_decode_leg] * 2
         for kind in sometimes:
             kinds += [kind] * self.chance.choice([0, 0, 1, 2])
         return kinds
@@ -394,9 +407,12 @@ class History:
         check(self.core)
         self._check_predictions()
         self._check_attribution()
+        arriving = event.request if isinstance(event, RequestArrived) else None
         for command in commands:
             match command:
                 case Forward():
+                    if arriving is not None:
+                        self.open[arriving.id] = Open(arriving)
                     self._forwarded(command)
                 case Reject() | RelayFailure():
                     self.open.pop(command.request_id, None)
@@ -415,9 +431,14 @@ class History:
 
     def _forwarded(self, forward: Forward) -> None:
         holder, ranking = forward.holder, forward.decision.ranking
-        instance = self.instances[holder.instance_id]
-        assert instance.is_healthy, "forwarded to an instance that is down"
-        assert instance.is_described
+        opened = self.open[forward.request_id]
+        self._check_chosen(opened, holder, {Role.DECODE, Role.BOTH})
+        if opened.request.stays_whole:
+            assert self.instances[holder.instance_id].role is Role.BOTH
+        if forward.prefill is not None:
+            assert opened.request.may_hand_over
+            self._check_chosen(opened, forward.prefill, {Role.PREFILL})
+        assert forward.is_redelivery == opened.is_kept
         assert ranking[0].holder == holder
         assert len({c.holder for c in ranking}) == len(ranking)
         usable = max((forward.decision.prompt_tokens or 0) - 1, 0)
@@ -428,11 +449,16 @@ class History:
             pool = self.asked[forward.request_id].pool
             assert found.pool == (pool.get(key_space) if key_space is not None else None)
             assert found.overlap_tokens + found.pool_tokens <= usable, candidate
-        opened = self.open.setdefault(forward.request_id, Open([]))
-        assert holder.instance_id not in {h.instance_id for h in opened.holders}
-        opened.holders.append(holder)
-        attempts = len(opened.holders) - opened.full
-        assert attempts == forward.attempt <= self.limits.attempts_max
+        opened.attempts += not forward.is_redelivery
+        opened.holder, opened.prefill = holder, forward.prefill
+        assert opened.attempts == forward.attempt <= self.limits.attempts_max + opened.had_prefill
+
+    def _check_chosen(self, opened: Open, holder: Holder, roles: set[Role]) -> None:
+        instance = self.instances[holder.instance_id]
+        assert instance.is_healthy, "forwarded to an instance that is down"
+        assert instance.is_described
+        assert instance.role in roles
+        assert holder.instance_id not in opened.failed
 
     def _check_predictions(self) -> None:
         """Check that the index tells predicted from confirmed, and that its masks are its sets."""
@@ -477,7 +503,11 @@ class History:
         return (engine, engine.link) if engine is not None and engine.link is not None else None
 
     def _add(self) -> Instance | None:
-        unused = [InstanceId(name) for name in "abc" if InstanceId(name) not in self.instances]
+        unused = [
+            InstanceId(name)
+            for name in ("abcde" if self.is_apart else "abc")
+            if InstanceId(name) not in self.instances
+        ]
         if not unused:
             return None
         chance, name = self.chance, self.chance.choice(unused)
@@ -504,7 +534,10 @@ class History:
         self.instances[name] = instance = Instance(
             name, engines, size, ranks, has_adapter=chance.random() < 0.5
         )
-        role = chance.choice([Role.BOTH, Role.BOTH, Role.BOTH, Role.DECODE])
+        roles = [Role.BOTH, Role.BOTH, Role.BOTH, Role.DECODE]
+        if self.is_apart:
+            roles = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH]
+        role = instance.role = chance.choice(roles)
         self.handle(InstanceAdded(InstanceSpec(name, role, chance.choice([1.0, 1.0, 2.0]))))
         return instance
 
@@ -759,13 +792,18 @@ class History:
             session_key=chance.choice([None, "s", "t"]),
             policy=chance.choice([None] * 5 + ["least_loaded", "session_hash", "unknown"]),
             pool=self._pool_parts(prompt),
+            may_hand_over=(may_hand_over := chance.random() < 0.7),
+            stays_whole=not may_hand_over and chance.random() < 0.3,
         )
         self.asked[request.id] = request
         self.core.covers(request, self.now)  # changes nothing
         explained = self.core.explain(request, self.now)
         if explained is not None:
-            candidates = self.core.candidates.group(model, self.now).seats
-            assert len(explained.ranking) == len(candidates)
+            duty = Duty.WHOLE if request.stays_whole else Duty.ALL
+            candidates = self.core.candidates.group(model, self.now, duty=duty).seats
+            assert 1 <= len(explained.ranking) <= len(candidates)
+            is_choosy = self.core.fleet.has_prefill(model)  # of those that may compute a prompt
+            assert is_choosy or len(explained.ranking) == len(candidates)
         self.handle(RequestArrived(request))
         assert (request.id in self.open) != (self.ended[request.id] == 1)
 
@@ -807,26 +845,52 @@ class History:
     def _some_request(self) -> tuple[RequestId, Open] | None:
         return self.chance.choice(list(self.open.items())) if self.open else None
 
+    def _end_prefill(self) -> None:
+        prefilling = [found for found in self.open.items() if found[1].prefill is not None]
+        if not prefilling:
+            return
+        request_id, opened = self.chance.choice(prefilling)
+        opened.prefill, opened.is_kept = None, self.chance.random() < 0.8
+        self.handle(PrefillEnded(request_id, opened.is_kept))
+
     def _first_byte(self) -> None:
         found = self._some_request()
         if found is not None:
             found[1].has_first_byte = True
-            self.handle(RequestFirstByte(found[0]))
+            # Of a prefill leg: its refusal.
+            shows_prefill = found[1].prefill is None and self.chance.random() < 0.5
+            self.handle(RequestFirstByte(found[0], shows_prefill))
 
     def _fail(self) -> None:
         found = self._some_request()
-        if found is None or found[1].has_first_byte:
+        if found is not None:
+            self._fail_one(*found, self.chance.choice(list(FailureKind)))
+
+    def _lose_decode_leg(self) -> None:
+        """Let a decode leg not arrive whose blocks are kept."""
+        kept = [found for found in self.open.items() if found[1].is_kept]
+        unsent = [kind for kind in FailureKind if not kind.was_sent]
+        if kept:
+            self._fail_one(*self.chance.choice(kept), self.chance.choice(unsent))
+
+    def _fail_one(self, request_id: RequestId, opened: Open, kind: FailureKind) -> None:
+        if opened.has_first_byte:
             return
-        request_id, opened = found
-        kind = self.chance.choice(list(FailureKind))
-        instance = self.instances.get(opened.holders[-1].instance_id)
+        holder = opened.prefill or opened.holder
+        assert holder is not None
+        opened.failed.add(holder.instance_id)
+        instance = self.instances.get(holder.instance_id)
         if kind is FailureKind.UNREACHABLE and instance is not None:
             instance.probed(is_healthy=False, is_gone=True)
-        attempts = len(opened.holders)
-        opened.full += kind is FailureKind.FULL
-        self.handle(RequestFailed(request_id, kind))
-        is_retried = request_id in self.open and len(opened.holders) == attempts + 1
-        assert is_retried != (self.ended[request_id] == 1)
+        opened.is_kept = opened.is_kept and not kind.was_sent
+        opened.attempts -= kind is FailureKind.FULL and not opened.is_kept
+        is_prefill = opened.prefill is not None
+        opened.had_prefill = opened.had_prefill or is_prefill
+        count = len(self.commands)
+        self.handle((PrefillFailed if is_prefill else RequestFailed)(request_id, kind))
+        told = [c for c in self.commands[count:] if isinstance(c, Forward | RelayFailure)]
+        assert len(told) == 1
+        assert isinstance(told[0], Forward) != (self.ended[request_id] == 1)
 
     def _finish(self) -> None:
         found = self._some_request()

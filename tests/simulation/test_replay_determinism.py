@@ -41,7 +41,13 @@ def digest_of(commands: Iterable[Command]) -> str:
 
 @pytest.mark.parametrize(
     ("seed", "policy"),
-    [(32, "kv_cost"), (7, "prefix_affinity"), (30, "random"), (19, "power_of_two")],
+    [
+        (4, "kv_cost"),
+        (1, "kv_cost"),  # with hand-offs
+        (36, "prefix_affinity"),
+        (30, "random"),
+        (24, "power_of_two"),
+    ],
 )
 def test_a_recording_replays_to_the_same_commands(seed: int, policy: str, tmp_path: Path) -> None:
     history = History(random.Random(seed))

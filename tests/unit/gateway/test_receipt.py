@@ -2,7 +2,7 @@
 
 from moongate.gateway.receipt import decision_as_json, receipt_headers
 from moongate.router import Decision
-from moongate.router.model import Holder, InstanceId, Reason, Role, Trust
+from moongate.router.model import Holder, InstanceId, PoolPart, Reason, Role, Trust
 from moongate.router.policy import Candidate, Ranked
 
 FIRST = Ranked(
@@ -72,9 +72,11 @@ def test_a_decision_as_json_has_every_candidate_and_cost_term() -> None:
         "policy": "kv_cost",
         "reason": "device_prefix",
         "instance": "a@1",
+        "prefill_instance": None,
         "prompt_tokens": 128,
         "device_tokens": 96,
         "pool_tokens": 0,
+        "prefill": None,
         "candidates": [
             {
                 "instance": "a",
@@ -98,3 +100,15 @@ def test_a_decision_as_json_has_every_candidate_and_cost_term() -> None:
             },
         ],
     }
+
+
+def test_a_pair_is_named_and_the_pool_counts_for_the_one_that_computes() -> None:
+    prefill = FIRST._replace(
+        candidate=FIRST.candidate.fetching(PoolPart(128, 100.0, on_disk=True), 0.1)
+    )
+    decision = Decision("kv_cost", Reason.POOL_PREFIX, 128, 96, 32, (SECOND,), prefill)
+    headers = receipt_headers(decision)
+    assert headers["x-moongate-instance"] == "b"
+    assert headers["x-moongate-prefill-instance"] == "a@1"
+    assert headers["x-moongate-pool-disk-tokens"] == "32"
+    assert decision_as_json(decision)["prefill_instance"] == "a@1"

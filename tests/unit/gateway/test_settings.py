@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moongate.gateway.settings import Settings, SettingsError, load_settings, parse_settings
+from moongate.router.handoff import HandoffKind
 
 ONE = "instances:\n  - {id: a, url: http://127.0.0.1:8101}\n"
 
@@ -60,6 +61,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "role": "both",
         "pool": None,
         "kv_connector": "auto",
+        "bootstrap_url": None,
         "kv_events": "tcp://127.0.0.1:5602",
         "kv_replay": "tcp://127.0.0.1:6602",
         "ranks": 2,
@@ -145,7 +147,8 @@ SECTIONS = (
         (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
-            "approximate_weight, degraded_weight, fetch_ms, history_weight, session_ms"),
+            "approximate_weight, degraded_weight, fetch_ms, "
+            "handoff_ms, history_weight, session_ms, stall_ms, stall_weight"),
         ),
         (
             "tokenizer: {forward_ids: always}\n",
@@ -217,7 +220,39 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
     [
         ("weight: -1", "0.weight: Input should be greater than 0; got -1"),
         ("weight: .nan", "0.weight: Input should be a finite number; got nan"),
-        ("role: prefill", "0.role: Input should be 'both'; got 'prefill'"),
+        (
+            "role: prefil",
+            (
+                "0.role: Input should be 'both', 'prefill' or 'decode'; got 'prefil' "
+                "(did you mean prefill?)"
+            ),
+        ),
+        (
+            "kv_connector: moncake",
+            (
+                "0.kv_connector: Input should be 'auto', 'mooncake' or 'nixl'; got 'moncake' "
+                "(did you mean mooncake?)"
+            ),
+        ),
+        (
+            "role: prefill, kv_connector: mooncake",
+            (
+                "0: kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as "
+                "http://127.0.0.1:8998"
+            ),
+        ),
+        (
+            "role: prefill, kv_connector: nixl, bootstrap_url: 'http://h:8998'",
+            "0: bootstrap_url: NIXL has none; leave it out, or kv_connector",
+        ),
+        (
+            "role: decode, bootstrap_url: 'http://h:8998'",
+            "0: bootstrap_url: only instances that prefill have one",
+        ),
+        (
+            "role: prefill, bootstrap_url: 'h:8998'",
+            "0.bootstrap_url: expected http://host:port; got 'h:8998'",
+        ),
         ("ranks: [0, 0]", "0: ranks: a rank is named twice"),
         ("ranks: [0, x]", "0.ranks: Input should be a valid integer"),
         ("kv_replay: 'tcp://*:1'", "0: kv_replay without kv_events"),
@@ -232,7 +267,8 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
         (
             "rank: 1",
             (
-                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, id, "
+                "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, "
+                "bootstrap_url, id, "
                 "kv_connector, kv_events, kv_replay, models, pool, ranks, role, url, weight"
             ),
         ),
@@ -370,7 +406,7 @@ def test_a_later_key_that_asks_for_more_is_refused_by_name(section: str, problem
             "pool: none",
             (
                 "pool: expected keys and values; known here: kind, master, admin_url, "
-                "lookup_budget_ms, hash_seeds, cache_prefix, namespace, shards"
+                "lookup_budget_ms, hash_seeds, cache_prefix, namespace, shards, seeding"
             ),
         ),
     ],
@@ -450,3 +486,57 @@ def test_a_file_that_can_not_be_read_says_so(tmp_path: Path, content: bytes | No
         file.write_bytes(content)
     with pytest.raises(SettingsError, match=f"^{file}: can't be read: "):
         load_settings(file)
+
+
+# --- prefill and decode apart -----------------------------------------------------------------------
+
+
+def fleet(*instances: str) -> str:
+    lines = [
+        f"  - {{id: {'abcd'[n]}, url: 'http://h:{n + 1}', {fields}}}\n"
+        for n, fields in enumerate(instances)
+    ]
+    return "instances:\n" + "".join(lines)
+
+
+@pytest.mark.parametrize(
+    "partners",
+    [
+        ("role: decode",),
+        ("role: both",),
+        ("role: decode, models: [other]", "role: decode, models: [x, m]"),
+        ("role: prefill", "role: decode"),
+    ],
+)
+def test_a_prefill_instance_needs_one_that_decodes(partners: tuple[str, ...]) -> None:
+    assert parse(fleet("role: prefill, models: [m]", *partners)).instances[0].role == "prefill"
+
+
+@pytest.mark.parametrize(
+    "partners",
+    [(), ("role: prefill",), ("role: decode, models: [other]",), ("role: both, models: [x, y]",)],
+)
+def test_a_prefill_instance_without_a_partner_for_its_model_is_refused(
+    partners: tuple[str, ...],
+) -> None:
+    (problem,) = problems_of(fleet("role: prefill, models: [m]", *partners))
+    assert problem == (
+        "m.yaml:1: instances: a only prefills: it needs an instance of role decode or both for the "
+        "same model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ("kv_connector: auto", HandoffKind.NIXL),
+        ("bootstrap_url: 'http://h:8998'", HandoffKind.MOONCAKE),
+        ("kv_connector: mooncake, bootstrap_url: 'http://h:8998'", HandoffKind.MOONCAKE),
+        ("kv_connector: nixl", HandoffKind.NIXL),
+    ],
+)
+def test_a_bootstrap_server_tells_the_connector_unless_it_is_named(
+    fields: str, kind: HandoffKind
+) -> None:
+    settings = parse(fleet(f"role: prefill, {fields}", "role: decode"))
+    assert settings.instances[0].handoff is kind

@@ -378,6 +378,39 @@ def test_a_gap_that_no_verification_fills_is_given_up_after_two() -> None:
     assert feed.woke(99.0 + VERIFY_IDLE_S) == [Ask(4, 5)]
 
 
+def test_a_restart_behind_a_question_without_an_answer_is_found_by_the_next_one() -> None:
+    """What came after the question may be another process's, whose batches go on from ours by chance."""
+    feed = make_live(until=1)
+    assert feed.reconnected(0.0) == [Ask(0, 2)]
+    assert feed.replay_ended(2, is_complete=False, now=0.0) == []
+    assert receive(feed, one(1, process="q")) == apply(1)
+    assert feed.trust is Trust.DEGRADED
+
+    due = feed.next_wake()
+    assert due is not None
+    assert feed.woke(due) == [Ask(0, 3)], "the last batch that was certainly the publisher's"
+    answered = receive(feed, one(0, 3, "q"), one(1, 3, "q"), now=due)
+    assert answered == [Forget(), *apply(0, 1)]
+    assert feed.replay_ended(3, is_complete=True, now=due) == []
+    assert (feed.epoch, feed.trust) == (2, Trust.EXACT)
+
+
+def test_batches_behind_a_question_without_an_answer_stay_if_it_is_the_same_publisher() -> None:
+    feed = make_live(until=1)
+    feed.reconnected(0.0)
+    feed.replay_ended(2, is_complete=False, now=0.0)
+    receive(feed, one(1), one(2))
+    due = feed.next_wake()
+    assert due is not None
+    assert feed.woke(due) == [Ask(0, 3)]
+    assert receive(feed, *(one(n, replay_id=3) for n in range(3)), now=due) == []
+    assert feed.replay_ended(3, is_complete=True, now=due) == []
+    assert (feed.epoch, feed.trust) == (1, Trust.EXACT)
+    later = feed.next_wake()
+    assert later is not None
+    assert feed.woke(later) == [Ask(2, 4)]
+
+
 def test_a_reconnected_source_of_which_nothing_was_applied_is_asked_for_all() -> None:
     feed = make_live()
     assert feed.reconnected(0.0) == [Ask(0, 2)]

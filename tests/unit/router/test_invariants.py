@@ -1,10 +1,11 @@
 """The checks that simulation runs after each step find what they are for."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 
-from moongate.router import Holder, RouterCore, SourceOpened, Tier
+from moongate.router import Holder, RequestArrived, Role, RouterCore, SourceOpened, Tier
 from moongate.router.events import BlocksCleared
 from moongate.router.invariants import check
 from moongate.router.model import InstanceId, RequestId, SideGroup
@@ -122,6 +123,10 @@ def _learn_a_block_size_silently(core: RouterCore) -> None:
     next(iter(core.sources))[1].ledger.block_size_tokens = 7
 
 
+def _leave_a_trial_behind(core: RouterCore) -> None:
+    next(iter(core.fleet)).trial = RequestId("long gone")
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -142,10 +147,67 @@ def _learn_a_block_size_silently(core: RouterCore) -> None:
         _lose_an_instance_silently,
         _suspend_an_instance_silently,
         _learn_a_block_size_silently,
+        _leave_a_trial_behind,
     ],
 )
 def test_what_is_wrong_is_found(break_it: Callable[[RouterCore], None]) -> None:
     core = make_busy_core()
+    break_it(core)
+    with pytest.raises(AssertionError):
+        check(core)
+
+
+def make_core_with_a_pair() -> RouterCore:
+    """Return a core that prefills a request on A, to be decoded on B."""
+    core = make_core()
+    add(core, A, role=Role.PREFILL)
+    add(core, B, role=Role.DECODE)
+    handed_over = dataclasses.replace(request("r", 1, 2, 3, 4, 5), may_hand_over=True)
+    feed(core, RequestArrived(handed_over))
+    return core
+
+
+def _compute_it_twice(core: RouterCore) -> None:
+    leg = core.requests[R].leg
+    assert leg is not None
+    leg.prefill_tokens = 1
+
+
+def _keep_what_is_not_computed(core: RouterCore) -> None:
+    core.requests[R].handed_over_tokens = 5
+
+
+def _hand_over_what_may_not_be(core: RouterCore) -> None:
+    tracked = core.requests[R]
+    tracked.request = dataclasses.replace(tracked.request, may_hand_over=False)
+
+
+def _hand_over_to_itself(core: RouterCore) -> None:
+    tracked = core.requests[R]
+    assert tracked.leg is not None
+    assert tracked.prefill is not None
+    tracked.leg.place, tracked.leg.holder = tracked.prefill.place, tracked.prefill.holder
+    core.loads.release(R)
+    core.loads.reserve(R, HA, 0, 2)
+
+
+def _forget_where_it_was_sent(core: RouterCore) -> None:
+    core.requests[R].tried.clear()
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _compute_it_twice,
+        _keep_what_is_not_computed,
+        _hand_over_what_may_not_be,
+        _hand_over_to_itself,
+        _forget_where_it_was_sent,
+    ],
+)
+def test_what_is_wrong_with_a_pair_is_found(break_it: Callable[[RouterCore], None]) -> None:
+    core = make_core_with_a_pair()
+    check(core)
     break_it(core)
     with pytest.raises(AssertionError):
         check(core)

@@ -1,0 +1,142 @@
+"""An engine's answer on its way to the client: as it is, but for what the contract takes out.
+
+Bytes go from the engine's connection to the client's without a task in between. What is read in passing
+comes back as `Relayed`, with the answer's last bytes unsent: whoever called counts first, so that a client
+that has seen the end finds everything as it is after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.errors import error_body
+from moongate.gateway.handing_over import Opened
+from moongate.gateway.sse import EventSplitter, ends_stream
+from moongate.gateway.stream_usage import without_usage_events
+from moongate.gateway.transfer_params import TransferParamsFilter
+from moongate.gateway.upstream import Answer, UpstreamError
+from moongate.gateway.usage import UsageReader
+
+logger = logging.getLogger(__name__)
+
+ERROR_TEXT_BYTES_MAX = 65_536
+"""An engine's plain-text error is wrapped into JSON up to this length."""
+
+END_OF_STREAM_S = 1.0
+"""After a stream's end mark the engine closes it; one that doesn't is closed by us."""
+
+
+class AnswerKind(Enum):
+    """How an answer is passed on."""
+
+    EVENTS = "events"  # whole ones, as they come
+    WHOLE = "whole"  # the body as it comes
+    TEXT_ERROR = "text_error"  # wrapped into JSON
+
+
+class Relayed(NamedTuple):
+    """What an answer said of its work, and its last bytes, which are not sent yet.
+
+    `error`: it broke off before its end.
+    """
+
+    usage: UsageReader
+    last: bytes = b""
+    error: UpstreamError | None = None
+
+
+def kind_of(answer: Answer) -> AnswerKind:
+    content_type = answer.header(b"content-type")
+    if answer.header(b"content-encoding"):
+        return AnswerKind.WHOLE  # its events can't be told apart
+    if content_type.startswith("text/event-stream"):
+        return AnswerKind.EVENTS
+    is_text_error = answer.status >= 400 and "json" not in content_type
+    return AnswerKind.TEXT_ERROR if is_text_error else AnswerKind.WHOLE
+
+
+async def relay_body(opened: Opened, client: ClientRequest, *, hides_params: bool) -> Relayed:
+    """Pass a body on. `hides_params`: without what it says to KV connectors."""
+    answer, last, usage = opened.answer, opened.first, UsageReader()
+    params = TransferParamsFilter() if hides_params else None
+
+    def take(piece: bytes) -> None:
+        if params is not None:
+            piece = params.feed(piece)
+        if piece:
+            usage.feed(piece)
+            client.write(piece)
+
+    try:
+        if answer.is_complete:
+            last += await answer.read()  # what came with its end
+        else:
+            if last:
+                take(last)
+            await answer.relay(take)
+            last = b""
+    except UpstreamError as error:
+        return Relayed(usage, params.rest() if params is not None else b"", error)
+    if params is not None:
+        last = params.feed(last) + params.rest()
+    usage.feed(last)
+    return Relayed(usage, last)
+
+
+async def relay_events(opened: Opened, client: ClientRequest, *, drops_usage: bool) -> Relayed:
+    """Pass whole events on as they come. `drops_usage`: without those that only tell the usage."""
+    answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
+    try:
+        async with asyncio.timeout(None) as limit:
+            take = _event_taker(client, splitter, usage, limit, drops_usage=drops_usage)
+            take(opened.first)
+            await answer.relay(take)
+    except TimeoutError:
+        logger.info("an engine left its ended stream open")
+    except UpstreamError as error:
+        return Relayed(usage, error=error)
+    usage.feed(splitter.held)
+    return Relayed(usage, splitter.held)
+
+
+def _event_taker(
+    client: ClientRequest,
+    splitter: EventSplitter,
+    usage: UsageReader,
+    limit: asyncio.Timeout,
+    *,
+    drops_usage: bool,
+) -> Callable[[bytes], None]:
+    """Return what is done with each piece of a stream, as it comes."""
+    loop = asyncio.get_running_loop()
+
+    def take(piece: bytes) -> None:
+        events = splitter.feed(piece)
+        if not events:
+            return
+        usage.feed(events)
+        if limit.when() is None and ends_stream(events):
+            limit.reschedule(loop.time() + END_OF_STREAM_S)
+        if drops_usage:
+            events = without_usage_events(events)
+        if events:
+            client.write(events)
+
+    return take
+
+
+async def wrap_text_error(opened: Opened) -> bytes:
+    """Return a plain-text error as an error object."""
+    answer, text = opened.answer, opened.first
+    try:
+        while len(text) < ERROR_TEXT_BYTES_MAX and (piece := await answer.read()):
+            text += piece
+    except UpstreamError as error:
+        logger.info("an error's text broke off: %s", error)
+    message = text[:ERROR_TEXT_BYTES_MAX].decode("utf-8", "replace").strip()
+    return error_body(message or "the engine gave no reason", answer.status, None)
