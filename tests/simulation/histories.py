@@ -402,6 +402,10 @@ class History:
     def handle(self, event: Event) -> None:
         """Give the core an event, perform what it asks for, and check the state it is left in."""
         self.recording.append((self.now, event))
+        if isinstance(event, RequestArrived):
+            self.asked[event.request.id] = event.request
+        elif isinstance(event, InstancePooled):
+            self.instances[event.instance_id].key_space = event.key_space
         commands = self.core.handle(event, self.now)
         self.commands += commands
         check(self.core)
@@ -448,7 +452,8 @@ class History:
             key_space = self.instances[found.holder.instance_id].key_space
             pool = self.asked[forward.request_id].pool
             assert found.pool == (pool.get(key_space) if key_space is not None else None)
-            assert found.overlap_tokens + found.pool_tokens <= usable, candidate
+            told = found.pool.tokens if found.pool is not None else 0
+            assert found.overlap_tokens + found.pool_tokens == max(found.overlap_tokens, told)
         opened.attempts += not forward.is_redelivery
         opened.holder, opened.prefill = holder, forward.prefill
         assert opened.attempts == forward.attempt <= self.limits.attempts_max + opened.had_prefill
@@ -591,8 +596,7 @@ class History:
         chance = self.pool_chance
         if self.instances:
             instance = chance.choice(list(self.instances.values()))
-            instance.key_space = chance.choice([None, *KEY_SPACES])
-            self.handle(InstancePooled(instance.id, instance.key_space))
+            self.handle(InstancePooled(instance.id, chance.choice([None, *KEY_SPACES])))
 
     # --- sources ----------------------------------------------------------------------------------
 
@@ -795,7 +799,6 @@ class History:
             may_hand_over=(may_hand_over := chance.random() < 0.7),
             stays_whole=not may_hand_over and chance.random() < 0.3,
         )
-        self.asked[request.id] = request
         self.core.covers(request, self.now)  # changes nothing
         explained = self.core.explain(request, self.now)
         if explained is not None:
