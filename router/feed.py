@@ -213,6 +213,8 @@ class Feed:
             # Also a stream joined in its middle: what was stored before is not known.
             return self._lose_until(batch)
         self._keep_back(batch)
+        if self._certain is not None:
+            return [self._verify(now)]  # else a restart before the gap would go unnoticed
         return [self._ask(self.expected, _State.SYNCING, now)]
 
     def _earlier(self, batch: BatchReceived, now: float) -> list[FeedAction]:
@@ -229,7 +231,7 @@ class Feed:
         self._replay_batches += 1
         actions: list[FeedAction] = []
         if self._state is _State.VERIFYING:
-            if self._digests.get(batch.sequence) == batch.digest:
+            if self._is_certain(batch):
                 self._state = _State.SYNCING
                 self._certain = None
                 return []
@@ -279,9 +281,7 @@ class Feed:
                 # As news of a restart it would be asked about for ever.
                 continue
             elif (
-                is_beyond
-                and self._replay.from_sequence == self.expected
-                and self._is_hopeless(is_complete)
+                is_beyond and self._was_asked_for(self.expected) and self._is_hopeless(is_complete)
             ):
                 actions += self._lose_until(batch)
             else:
@@ -290,6 +290,12 @@ class Feed:
 
     def _keep_back(self, batch: BatchReceived) -> None:
         self._pending.append((self._replay.replay_id, batch))
+
+    def _was_asked_for(self, sequence: int) -> bool:
+        """Tell whether the last replay was to bring this; one that verifies as well has two chances."""
+        from_sequence = self._replay.from_sequence
+        is_again = self._certain is not None and self._repeats > 0
+        return from_sequence == sequence or (is_again and from_sequence < sequence)
 
     def _is_hopeless(self, is_complete: bool) -> bool:
         """Tell whether asking again for the same sequence is of no use.
@@ -341,6 +347,11 @@ class Feed:
         if self._certain is None:
             self._certain = self.expected - 1
         return self._ask(self._certain, _State.VERIFYING, now)
+
+    def _is_certain(self, batch: BatchReceived) -> bool:
+        """Tell whether this was applied, and before anything that may be of another publisher."""
+        is_before = self._certain is None or batch.sequence <= self._certain
+        return is_before and self._digests.get(batch.sequence) == batch.digest
 
     def _ask(self, from_sequence: int, state: _State, now: float) -> Ask:
         self._state = state

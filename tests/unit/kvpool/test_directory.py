@@ -109,3 +109,13 @@ def test_it_is_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) 
     directory.note_stored([BlockHash(b"a"), BlockHash(b"b"), BlockHash(b"c"), BlockHash(b"d")], 0.0)
     assert directory.hints == 3
     assert directory.recall([BlockHash(b"a")], 1, now=0.0) == NOTHING
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 320, 321, 2_000])
+def test_what_is_known_is_found_however_far_it_lies_back(length: int) -> None:
+    chain = [BlockHash(number.to_bytes(2, "big")) for number in range(2_000)]
+    directory = PoolDirectory()
+    directory.note_stored([BlockHash(b"other")], now=0.0)
+    directory.note_answer(chain, 2_000, PoolPrefix(length), now=0.0)
+    assert directory.recall(chain, 2_000, now=1.0) == Recalled(PoolPrefix(length), True, length)
+    assert directory.recall(chain, length - 1, now=1.0) == NOTHING

@@ -339,6 +339,45 @@ def test_a_reconnected_source_is_asked_for_the_batch_applied_last() -> None:
     assert (feed.epoch, feed.trust) == (1, Trust.EXACT)
 
 
+def test_a_gap_after_a_reconnection_does_not_end_the_search_for_a_restart() -> None:
+    """Found by a random history: the batches before the gap were another process's."""
+    feed = make_live(until=2)
+    feed.reconnected(1.0)
+    assert feed.replay_ended(2, is_complete=False, now=1.0) == []
+    assert receive(feed, one(4, process="q")) == [Ask(1, 3)]
+    assert receive(feed, one(1, replay_id=3, process="q")) == [Forget(), Ask(0, 4)]
+    replayed = [one(n, replay_id=4, process="q") for n in range(5)]
+    assert receive(feed, *replayed) == apply(0, 1, 2, 3, 4)
+    feed.replay_ended(4, is_complete=True, now=1.0)
+    assert feed.trust is Trust.EXACT
+
+
+def test_what_came_unverified_is_verified_from_before_it() -> None:
+    feed = make_live(until=2)
+    feed.reconnected(1.0)
+    feed.replay_ended(2, is_complete=False, now=1.0)
+    assert receive(feed, one(2, process="q")) == apply(2)
+    assert trust_of(feed) is Trust.DEGRADED
+    assert feed.woke(1.0 + VERIFY_IDLE_S) == [Ask(1, 3)]
+    assert receive(feed, one(2, replay_id=3, process="q")) == [Forget(), Ask(0, 4)], (
+        "that one is known proves nothing: it came from whom we are asking about"
+    )
+
+
+def test_a_gap_that_no_verification_fills_is_given_up_after_two() -> None:
+    feed = make_live(until=2)
+    feed.reconnected(1.0)
+    feed.replay_ended(2, is_complete=False, now=1.0)
+    assert receive(feed, one(4)) == [Ask(1, 3)]
+    assert feed.replay_ended(3, is_complete=False, now=1.0) == apply(4)
+    assert trust_of(feed) is Trust.DEGRADED
+    assert feed.woke(2.0 + VERIFY_IDLE_S) == [Ask(1, 4)]
+    assert receive(feed, one(1, replay_id=4), one(4, replay_id=4)) == []
+    feed.replay_ended(4, is_complete=True, now=2.0)
+    assert trust_of(feed) is Trust.DEGRADED, "what the gap had is lost"
+    assert feed.woke(99.0 + VERIFY_IDLE_S) == [Ask(4, 5)]
+
+
 def test_a_restart_behind_a_question_without_an_answer_is_found_by_the_next_one() -> None:
     """What came after the question may be another process's, whose batches go on from ours by chance."""
     feed = make_live(until=1)
