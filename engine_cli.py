@@ -21,17 +21,30 @@ from moongate.engine_plugins.kv_transfer_launch import (
     PoolMember,
 )
 from moongate.engine_plugins.launch_command import LaunchCommand, LaunchError, shell_script
+from moongate.engine_plugins.registrar import (
+    LEASE_S_DEFAULT,
+    Announcement,
+    Announcer,
+    check_announcement,
+    default_id,
+    http_url,
+    make_record,
+)
 from moongate.engine_plugins.store_launch import (
     MasterLaunch,
     StoreLaunch,
     build_master_command,
     build_store_command,
 )
+from moongate.engine_plugins.supervisor import supervise
 from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
 
 Build = Callable[[argparse.Namespace], LaunchCommand]
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+SHUTDOWN_TIMEOUT_S = 30
+"""What running requests of an announced engine get to end."""
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -55,6 +68,8 @@ def add_engine_commands(commands: argparse._SubParsersAction) -> None:  # type: 
         ):
             parser = actions.add_parser(f"{prefix}{verb}", help=text, description=text.capitalize())
             add_arguments(parser)
+            if verb == "serve" and build is _build_engine:
+                _add_announcement_arguments(parser.add_argument_group("announcing to gateways"))
             parser.set_defaults(command=run, build=build)
 
 
@@ -95,7 +110,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     _add_size_arguments(parser.add_argument_group("model and cache"))
     _add_handoff_arguments(parser.add_argument_group("handing prompts over"))
     _add_pool_arguments(parser.add_argument_group("Mooncake pool"))
-    _add_network_arguments(parser.add_argument_group("network of hand-off and pool"))
+    network = parser.add_argument_group("network of hand-off and pool")
+    _add_network_arguments(network)
+    _add_fabric_argument(network)
     parser.add_argument(
         "extra", nargs=argparse.REMAINDER, metavar="-- ARG ...", help="passed on to vLLM"
     )
@@ -118,6 +135,11 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--advertise-host", metavar="HOST",
         help="address at which other machines reach this one (default: that of the default route)",
+    )  # fmt: skip
+    add(
+        "--shutdown-timeout", type=int, metavar="S",
+        help="what running requests get to end after SIGTERM, in seconds"
+        " (default: 30 when announced, else 0)",
     )  # fmt: skip
     add("--python", default=sys.executable, help="interpreter that has vLLM (default: this one)")
 
@@ -207,9 +229,9 @@ def _add_pool_arguments(group: argparse._ArgumentGroup) -> None:
     add("--cache-prefix", default="", help="engines share only under the same one (default: none)")
     add("--tenant-id", help="the pool's tenant (default: Mooncake's default tenant)")
     add(
-        "--connectors", choices=("stock", "moongate"), default="stock",
+        "--connectors", choices=("stock", "moongate"),
         help="vLLM's connectors, or ours, which also report what the pool gave to each request"
-        " (default: %(default)s)",
+        " (default: moongate with both hand-off by mooncake and a pool, else stock)",
     )  # fmt: skip
 
 
@@ -219,6 +241,35 @@ def _add_network_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--device-name", type=_names, default=(), metavar="NAME[,NAME]",
         help="RDMA devices, such as mlx5_0,mlx5_1 (default: all that are found)",
+    )  # fmt: skip
+
+
+def _add_fabric_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nvlink-fabric", action="store_true",
+        help="with rdma, in a pool: multi-node NVLink in its place",
+    )  # fmt: skip
+
+
+def _add_announcement_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--announce", type=_names, default=(), metavar="URL[,URL]",
+        help="gateways that the engine announces itself to (default: none)",
+    )  # fmt: skip
+    add("--announce-id", metavar="ID", help="the instance's name (default: its address)")
+    add(
+        "--lease", type=float, default=LEASE_S_DEFAULT, metavar="S",
+        help="how long an announcement holds, in seconds; renewed after a third of it"
+        " (default: %(default)g)",
+    )  # fmt: skip
+    add(
+        "--weight", type=float, default=1.0, metavar="W",
+        help="speed, relative to other instances (default: %(default)g)",
+    )  # fmt: skip
+    add(
+        "--admin-key-env", default="MOONGATE_ADMIN_KEY", metavar="NAME",
+        help="environment variable with the gateways' admin key (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -254,8 +305,31 @@ def _engine_launch(options: argparse.Namespace) -> EngineLaunch:
         connectors=options.connectors,
         on_load_failure=options.on_load_failure,
         advertise_host=options.advertise_host,
+        shutdown_timeout_s=_shutdown_timeout_s(options),
         extra_args=tuple(extra),
     )
+
+
+def _shutdown_timeout_s(options: argparse.Namespace) -> int | None:
+    given: int | None = options.shutdown_timeout
+    is_announced = bool(getattr(options, "announce", ()))
+    # Gateways send nothing more to an engine that has withdrawn, so what it began can end.
+    return SHUTDOWN_TIMEOUT_S if given is None and is_announced else given
+
+
+def _announcer(options: argparse.Namespace) -> Announcer:
+    launch = _engine_launch(options)
+    host = "127.0.0.1" if launch.host in ("0.0.0.0", "::") else launch.host
+    announcement = Announcement(
+        gateways=options.announce,
+        instance_id=options.announce_id or default_id(launch),
+        record=make_record(launch, weight=options.weight),
+        health_url=http_url(host, launch.port) + "/health",
+        lease_s=options.lease,
+        admin_key=os.environ.get(options.admin_key_env),
+    )
+    check_announcement(announcement)
+    return Announcer(announcement)
 
 
 def _handoff(options: argparse.Namespace) -> Handoff | None:
@@ -277,6 +351,9 @@ def _handoff(options: argparse.Namespace) -> Handoff | None:
 
 def _pool(options: argparse.Namespace) -> PoolMember | None:
     if not options.pool:
+        for name in _POOL_ONLY:
+            if getattr(options, name) not in (None, False, "", "embedded"):
+                raise LaunchError(f"--{name.replace('_', '-')}: only with --pool")
         return None
     file = options.mooncake_config
     return PoolMember(
@@ -293,13 +370,20 @@ def _pool(options: argparse.Namespace) -> PoolMember | None:
     )
 
 
+# Not --master and --buffer-size, which have defaults of their own that would look as if given.
+_POOL_ONLY = (
+    *("pool_mode", "segment_size", "mooncake_config", "lookup_id", "store_offloads"),
+    *("save_decode_cache", "cache_prefix", "tenant_id"),
+)
+
+
 def _default_config(http_port: int) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser().absolute() / "moongate" / f"mooncake-{http_port}.json"
 
 
 def _network(options: argparse.Namespace) -> Network:
-    return Network(options.protocol, options.device_name)
+    return Network(options.protocol, options.device_name, getattr(options, "nvlink_fabric", False))
 
 
 # --- a pool's own processes -----------------------------------------------------------------------
@@ -398,11 +482,14 @@ def _start(options: argparse.Namespace) -> int:
     build: Build = options.build
     try:
         command = build(options)
+        announcer = _announcer(options) if getattr(options, "announce", ()) else None
         _require_devices(options)
     except LaunchError as error:
         return _misused(str(error))
     try:
         _write_files(command)
+        if announcer is not None:
+            return supervise(command.argv, command.environment, announcer)
         # What is started takes this process's place, so that its signals and exit code are its own.
         os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environment})  # noqa: S606
     except OSError as error:

@@ -4,12 +4,12 @@ Responsible for the connectors of one engine (the hand-off from prefill to decod
 Mooncake pool, or both), their environment variables, and the pool's configuration file. Pure: it
 writes no file and asks no host; `vllm_launch.py` puts the parts together.
 
-Stock connectors do all of it. `connectors="moongate"` takes the subclasses of `vllm_connectors.py`
-for what those lack.
+Stock connectors do each of it. `connectors="moongate"` takes the subclasses of `vllm_connectors.py`
+for what those lack; hand-off by Mooncake together with a pool needs them, see there.
 
 Source: vLLM 0.32.0 `config/kv_transfer.py`, `distributed/mooncake_store.py`,
-`distributed/kv_transfer/kv_connector/v1/{mooncake,nixl}`, each tried over TCP on the CPU build but
-for NIXL, RDMA and NVLink, which were only checked against vLLM's own parsers.
+`distributed/kv_transfer/kv_connector/v1/{mooncake,nixl}`, each tried on the CPU build, but for RDMA
+and NVLink, which were only checked against vLLM's own parsers.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Network:
     """RDMA devices such as `mlx5_0`; none leaves the choice to Mooncake or UCX. With a GPU build and
     the kernel module `nvidia_peermem` they read the GPU's memory themselves (GPUDirect)."""
     nvlink_fabric: bool = False
-    """Multi-node NVLink (GB200-like racks): the KV cache is allocated as fabric memory. Needs a
-    Mooncake built for it (`USE_MNNVL`) and a pool member; the PyPI wheel for CPUs isn't."""
+    """Multi-node NVLink (racks such as GB200 NVL72) in place of RDMA: the KV cache is allocated as
+    fabric memory, which in vLLM 0.32 only a pool member does. Needs a Mooncake built with USE_MNNVL,
+    which the published wheels for CPUs aren't."""
 
 
 TCP = Network()
@@ -110,7 +111,7 @@ class TransferLaunch:
     handoff: Handoff | None
     pool: PoolMember | None
     network: Network
-    connectors: Connectors
+    connectors: Connectors | None
     on_load_failure: OnLoadFailure
     advertise_host: str | None
     http_port: int
@@ -136,7 +137,7 @@ def transfer_config(launch: TransferLaunch) -> dict[str, Any] | None:
             "kv_role": _KV_ROLES[launch.role],
             "kv_connector_extra_config": {"connectors": parts},
         }
-        if launch.connectors == "moongate":
+        if _has_ours(launch):
             config["kv_connector_module_path"] = CONNECTORS_MODULE
     # Read at the top only, also with several connectors.
     return {**config, "kv_load_failure_policy": launch.on_load_failure}
@@ -188,28 +189,40 @@ def lookup_id(launch: TransferLaunch) -> int | None:
     return launch.http_port if launch.pool.lookup_id is None else launch.pool.lookup_id
 
 
+def _has_ours(launch: TransferLaunch) -> bool:
+    if launch.connectors is None:
+        return _needs_ours(launch)
+    return launch.connectors == "moongate"
+
+
+def _needs_ours(launch: TransferLaunch) -> bool:
+    """Tell whether vLLM's MultiConnector would hold MooncakeConnector, which it dies of."""
+    return _is_mooncake(launch) and launch.pool is not None
+
+
+def _is_mooncake(launch: TransferLaunch) -> bool:
+    return launch.handoff is not None and launch.handoff.connector == "mooncake"
+
+
 # --- connectors -----------------------------------------------------------------------------------
 
 
 def _connectors(launch: TransferLaunch) -> Iterator[dict[str, Any]]:
     role = _KV_ROLES[launch.role]
     if launch.handoff is not None:
-        yield _handoff(launch.handoff, role, launch.network)
+        yield _handoff(launch, launch.handoff, role)
     if launch.pool is not None:
         yield _pool(launch, launch.pool, role)
 
 
-def _handoff(handoff: Handoff, role: str, network: Network) -> dict[str, Any]:
+def _handoff(launch: TransferLaunch, handoff: Handoff, role: str) -> dict[str, Any]:
     if handoff.connector == "nixl":
         return {"kv_connector": "NixlConnector", "kv_role": role}
-    extra: dict[str, str] = {"mooncake_protocol": network.protocol}
+    network = launch.network
+    extra: dict[str, Any] = {"mooncake_protocol": network.protocol}
     if network.device_names:
         extra["device_name"] = ",".join(network.device_names)
-    return {
-        "kv_connector": "MooncakeConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": extra,
-    }
+    return _ours_or_stock(launch, "MoongateHandoffConnector", "MooncakeConnector", role, extra)
 
 
 def _pool(launch: TransferLaunch, pool: PoolMember, role: str) -> dict[str, Any]:
@@ -220,15 +233,16 @@ def _pool(launch: TransferLaunch, pool: PoolMember, role: str) -> dict[str, Any]
         extra["cache_prefix"] = pool.cache_prefix
     if launch.network.nvlink_fabric:
         extra["custom_mem_pool"] = "NVLINK"
-    is_ours = launch.connectors == "moongate"
-    config = {
-        "kv_connector": "MoongateStoreConnector" if is_ours else "MooncakeStoreConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": extra,
-    }
-    if is_ours:
-        config["kv_connector_module_path"] = CONNECTORS_MODULE
-    return config
+    return _ours_or_stock(launch, "MoongateStoreConnector", "MooncakeStoreConnector", role, extra)
+
+
+def _ours_or_stock(
+    launch: TransferLaunch, ours: str, stock: str, role: str, extra: dict[str, Any]
+) -> dict[str, Any]:
+    config = {"kv_role": role, "kv_connector_extra_config": extra}
+    if not _has_ours(launch):
+        return {"kv_connector": stock, **config}
+    return {"kv_connector": ours, **config, "kv_connector_module_path": CONNECTORS_MODULE}
 
 
 def _pool_settings(pool: PoolMember, network: Network) -> dict[str, Any]:
@@ -269,12 +283,19 @@ def check_transfer(launch: TransferLaunch) -> None:
         _check_handoff(launch.handoff, launch.role)
     if launch.pool is not None:
         _check_pool(launch.pool)
+    if launch.network.nvlink_fabric and launch.network.protocol != "rdma":
+        raise LaunchError("nvlink_fabric: goes with protocol rdma, in whose place it is taken")
     if launch.network.nvlink_fabric and launch.pool is None:
         raise LaunchError(
             "nvlink_fabric: only a pool member allocates its cache as fabric memory; set pool"
         )
-    if launch.connectors == "moongate" and launch.pool is None:
-        raise LaunchError("connectors: moongate adds nothing without a pool; choose stock")
+    if launch.connectors == "moongate" and launch.pool is None and not _is_mooncake(launch):
+        raise LaunchError("connectors: moongate has none for this launch; choose stock")
+    if launch.connectors == "stock" and _needs_ours(launch):
+        raise LaunchError(
+            "connectors: vLLM's own MultiConnector ends an engine of hand-off and pool with its first"
+            " hand-off (vllm#43828); choose moongate"
+        )
 
 
 def check_network(network: Network) -> None:

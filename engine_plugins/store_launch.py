@@ -114,7 +114,9 @@ def _environment(launch: StoreLaunch) -> dict[str, str]:
         "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(launch.disk_buffer_bytes),
     }
     if launch.disk_bytes is not None:
+        # What the master is told, and what the backend that fills the folder keeps to.
         environment["MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES"] = str(launch.disk_bytes)
+        environment["MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE"] = str(launch.disk_bytes)
     return environment
 
 

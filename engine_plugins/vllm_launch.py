@@ -47,6 +47,9 @@ Device = Literal["cpu", "gpu"]
 # metadata was found for vllm"); the module works in both builds.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
+HASH_SEED = "0"
+"""Block hashes start from it; engines that share a pool need the same one."""
+
 CPU_BLOCK_SIZE_MULTIPLE_TOKENS = 32  # The CPU attention kernels take no other block sizes.
 
 _COUNTS = (
@@ -112,12 +115,15 @@ class EngineLaunch:
     handoff: Handoff | None = None
     pool: PoolMember | None = None
     network: Network = TCP
-    connectors: Connectors = "stock"
-    """`moongate` takes our subclasses, which the engine's environment must have."""
+    connectors: Connectors | None = None
+    """`moongate` takes our subclasses, which the engine's environment must have. None: the stock
+    ones, where they work (see `kv_transfer_launch.py`)."""
     on_load_failure: OnLoadFailure = "recompute"
     """What becomes of a request whose blocks could not be fetched; vLLM's own default fails it."""
     advertise_host: str | None = None
     """Address at which other machines reach this one. None: vLLM takes that of the default route."""
+    shutdown_timeout_s: int | None = None
+    """What running requests get to end after SIGTERM; None: nothing, they are aborted."""
     extra_args: tuple[str, ...] = ()
     """Passed on unchanged, after everything else."""
 
@@ -177,6 +183,8 @@ def _arguments(launch: EngineLaunch) -> Iterator[str]:
         yield "--enforce-eager"
     if launch.prompt_tokens_details:
         yield "--enable-prompt-tokens-details"
+    if launch.shutdown_timeout_s is not None:
+        yield from ("--shutdown-timeout", str(launch.shutdown_timeout_s))
     if launch.enable_auto_tool_choice:
         yield "--enable-auto-tool-choice"
     if launch.tool_call_parser is not None:
@@ -215,8 +223,7 @@ def _cache_arguments(launch: EngineLaunch) -> Iterator[str]:
 
 def _environment(launch: EngineLaunch) -> dict[str, str]:
     environment = {
-        # Block hashes start from this seed; engines that share a pool need the same one.
-        "PYTHONHASHSEED": "0",
+        "PYTHONHASHSEED": HASH_SEED,
         "VLLM_NO_USAGE_STATS": "1",
         # Python would look in the current folder first, where a checkout's folders and its metadata
         # hide installed packages and our plugin.
@@ -238,8 +245,10 @@ def _environment(launch: EngineLaunch) -> dict[str, str]:
 def _check(launch: EngineLaunch) -> None:
     _check_texts(launch)
     check_counts(launch, _COUNTS)
+    check_counts(launch, ("shutdown_timeout_s",), least=0)
     check_ports(_ports(launch))
     check_transfer(_transfer(launch))
+    _check_fabric(launch)
     _check_block_size(launch)
     _check_blocks_hold_longest(launch)
     if launch.enable_auto_tool_choice and launch.tool_call_parser is None:
@@ -259,6 +268,15 @@ def _ports(launch: EngineLaunch) -> Iterator[PortRange]:
     yield PortRange("kv_events_port", launch.kv_events_port, launch.data_parallel)
     yield PortRange("kv_replay_port", launch.kv_replay_port, launch.data_parallel)
     yield from transfer_ports(_transfer(launch))
+
+
+def _check_fabric(launch: EngineLaunch) -> None:
+    if launch.network.nvlink_fabric and launch.device == "cpu":
+        raise LaunchError("nvlink_fabric: a CPU has no NVLink; choose device gpu")
+    if launch.network.nvlink_fabric and "--enable-sleep-mode" in launch.extra_args:
+        raise LaunchError(
+            "nvlink_fabric: sleep mode allocates the cache by itself; leave --enable-sleep-mode out"
+        )
 
 
 def _check_block_size(launch: EngineLaunch) -> None:

@@ -30,7 +30,7 @@ from moongate.router.events import (
     BlocksUnreadable,
     KvEvent,
 )
-from moongate.router.model import EngineHash, ExtraKeys, SourceId, Tier
+from moongate.router.model import WHOLE_PREFIX, EngineHash, ExtraKeys, SourceId, Tier
 
 END_OF_REPLAY = -1
 
@@ -44,6 +44,16 @@ REMOVED_FIELDS = ("block_hashes", "medium", "group_idx", "locality", "ownership"
 
 FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """`kv_cache_spec_kind` of groups that need every block of a prefix. None: not told."""
+
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+"""Groups whose layers look back over the last `kv_cache_spec_sliding_window` tokens."""
+
+CHECKPOINT_KINDS = frozenset({"mamba", "chunked_local_attention"})
+"""Groups of which the last block before a position tells whether work can go on there.
+
+Of a linear-attention group a cached block is the state at its end, and no other is needed. A chunk of
+local attention needs its beginning as well, but its size isn't told; its end is what is evicted first.
+"""
 
 _EXTRA_KEY_TAGS = frozenset({"lora", "mm", "cache_salt", "prompt_embeds"})
 
@@ -60,6 +70,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     extra_keys: Any = None
     group_idx: Any = None
     kv_cache_spec_kind: Any = None
+    kv_cache_spec_sliding_window: Any = None
     locality: Any = None
 
 
@@ -188,6 +199,7 @@ def _typed_event(event: _Stored | _Removed | _Cleared) -> KvEvent | None:
         return None  # as in `_decode_stored`
     if event.block_size < 0:
         raise WireError("block_size", repr(event.block_size))
+    kind = event.kv_cache_spec_kind
     return BlocksStored(
         event.block_hashes,
         event.parent_block_hash,
@@ -197,7 +209,8 @@ def _typed_event(event: _Stored | _Removed | _Cleared) -> KvEvent | None:
         event.lora_name,
         _extra_keys(event.extra_keys, event.lora_name),
         _group(event.group_idx),
-        _is_full_attention(event.kv_cache_spec_kind),
+        _is_full_attention(kind),
+        None if kind is None else _needed_tokens(kind, event.kv_cache_spec_sliding_window),
     )
 
 
@@ -256,6 +269,7 @@ def _decode_stored(fields: Mapping[str, Any]) -> BlocksStored | None:
         raise WireError("parent_block_hash", repr(parent)[:80])
     if not _is_count(fields.get("block_size")):
         raise WireError("block_size", repr(fields.get("block_size"))[:80])
+    kind = fields.get("kv_cache_spec_kind")
     return BlocksStored(
         engine_hashes=hashes,
         parent=parent,
@@ -265,7 +279,8 @@ def _decode_stored(fields: Mapping[str, Any]) -> BlocksStored | None:
         lora_name=lora_name,
         extra_keys=_extra_keys(fields.get("extra_keys"), lora_name),
         group=_group(fields.get("group_idx")),
-        is_full_attention=_is_full_attention(fields.get("kv_cache_spec_kind")),
+        is_full_attention=_is_full_attention(kind),
+        needed_tokens=_needed_tokens(kind, fields.get("kv_cache_spec_sliding_window")),
     )
 
 
@@ -293,6 +308,23 @@ def _is_full_attention(kind: object) -> bool:
     if kind is not None and not isinstance(kind, str):
         raise WireError("kv_cache_spec_kind", f"expected a text, got {type(kind).__name__}")
     return kind in FULL_ATTENTION_KINDS
+
+
+def _needed_tokens(kind: str | None, window: object) -> int | None:
+    """Return how far back a group must be held for reuse. None: it isn't told, or has no say.
+
+    Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py`, `find_longest_cache_hit` of each
+    manager (a window of n tokens looks at n - 1 before the next one).
+    """
+    if kind is None:
+        return None
+    if kind in FULL_ATTENTION_KINDS:
+        return WHOLE_PREFIX
+    if kind in WINDOW_KINDS and window is not None:
+        if not isinstance(window, int) or not _is_count(window):
+            raise WireError("kv_cache_spec_sliding_window", repr(window)[:80])
+        return max(window - 1, 1)
+    return 1 if kind in WINDOW_KINDS or kind in CHECKPOINT_KINDS else None
 
 
 def _group(group: object) -> int:

@@ -5,7 +5,7 @@ FastAPI, since this is not the hot path and its schema is worth having. Read-onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from moongate.gateway.api_instances import AdminGuard
 from moongate.gateway.api_models import list_models
 from moongate.gateway.body import find_session_key, find_user, parse_body
 from moongate.gateway.driver import Driver
@@ -54,11 +55,23 @@ def make_admin_app(
         title="moongate", docs_url=None, redoc_url=None, openapi_url="/admin/openapi.json"
     )
     core = driver.core
+    guard = AdminGuard(settings.auth.admin_key_env)
+
+    @app.middleware("http")
+    async def check_caller(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if request.url.path.startswith("/admin"):
+            try:
+                guard.check(request)
+            except GatewayError as error:
+                return _error_response(error.status, error.body(), error.headers)
+        return await call_next(request)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """The process is alive. `degraded` names what it has to do without."""
-        is_without_pool = pooling is not None and not pooling.is_up
+        is_without_pool = pooling is not None and not pooling.health.is_up
         return {"status": "ok", **({"degraded": ["pool"]} if is_without_pool else {})}
 
     @app.get("/ready")
@@ -128,7 +141,7 @@ def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
         reasons.append("the gateway is stopping")
     usable = [i for i in driver.core.fleet if i.is_healthy and i.facts is not None]
     if not usable:
-        names = ", ".join(i.spec.id for i in driver.core.fleet)
+        names = ", ".join(i.spec.id for i in driver.core.fleet) or "none is known"
         reasons.append(f"no instance is up ({names})")
     return reasons
 
@@ -166,6 +179,8 @@ def _tokens_held(driver: Driver, state: InstanceState, holder_name: str) -> dict
 
 
 def _state_of(state: InstanceState, now: float) -> str:
+    if state.is_draining:
+        return "draining"
     if state.facts is None and not state.is_healthy:
         return "down" if state.was_probed else "unknown"
     if not state.is_healthy:

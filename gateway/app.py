@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.api_instances import make_instance_routes
 from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
@@ -22,6 +23,7 @@ from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.roster import Roster
 from moongate.gateway.settings import Settings
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
@@ -70,6 +72,7 @@ class Gateway:
         self._prompts: PromptPipeline | None = None
         self._hot_path: HotPath | None = None
         self._pooling: Pooling | None = None
+        self._roster: Roster | None = None
         self._admin: FastAPI | None = None
 
     @property
@@ -103,15 +106,21 @@ class Gateway:
         self._admin = make_admin_app(
             settings, driver, self._monitor, prompts, metrics, self.readiness, self._pooling
         )
+        self._roster = Roster(
+            driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
+        )
+        self._admin.include_router(make_instance_routes(self._roster))
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
+        self._roster.start()
 
     def _make_pooling(self, metrics: Metrics) -> Pooling | None:
         settings = self.settings.pool
         if settings.kind == "none":
             return None
-        store = self._pool or MemoryPool(MEMORY_POOL_BYTES)
+        # Not `or`: a pool is as long as it has keys, and at first has none.
+        store = self._pool if self._pool is not None else MemoryPool(MEMORY_POOL_BYTES)
         if settings.kind == "mooncake":
             store = MooncakeMaster(settings.master_url, timeout_s=POOL_TIMEOUT_S)
         return Pooling(
@@ -133,6 +142,8 @@ class Gateway:
         assert self._monitor is not None
         assert self._prompts is not None
         assert self._links is not None
+        if self._roster is not None:
+            await self._roster.close()
         if self._hot_path is not None:
             await self._hot_path.close()
         await self._monitor.close()

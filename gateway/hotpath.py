@@ -270,7 +270,8 @@ class _Exchange:
             )
         if body.model in cards:
             return body.model
-        if any(instance.facts is None for instance in self._path.driver.core.fleet):
+        fleet = list(self._path.driver.core.fleet)
+        if not fleet or any(instance.facts is None for instance in fleet):
             raise self._unavailable()
         raise GatewayError(
             404, f"the model {body.model[:200]!r} does not exist", "model_not_found", "model"
@@ -537,11 +538,17 @@ class _Exchange:
                 metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(recompute, "recompute")
 
-    def _finish(self, outcome: Outcome, completion_tokens: int | None = None) -> None:
+    def _finish(
+        self,
+        outcome: Outcome,
+        completion_tokens: int | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
         """Give the reservation back, once."""
         if self._is_reserved and not self._is_adopted:
             self._is_reserved = False
-            self._path.driver.handle(RequestFinished(self._id, outcome, completion_tokens))
+            finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens)
+            self._path.driver.handle(finished)
 
     # --- answering --------------------------------------------------------------------------------
 
@@ -653,9 +660,11 @@ class _Exchange:
                 computing.instance_id,
                 self._known,
                 expected_tokens if decision.pool_tokens else 0,
-                cached_tokens,
+                # What an engine reports that another one prefilled for says nothing of the pool.
+                cached_tokens if forward.prefill is None else None,
             )
-        self._finish(Outcome.ANSWERED, usage.completion_tokens() if self._has_one_choice else None)
+        completion_tokens = usage.completion_tokens() if self._has_one_choice else None
+        self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
         self._count(status)
 
     def _count(self, status: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from urllib.parse import urlsplit
 
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.settings import InstanceSettings, Settings
-from moongate.gateway.upstream import Upstream
+from moongate.gateway.upstream import Unreachable, Upstream
 from moongate.router import InstanceId, InstanceSpec, Role
 
 
@@ -30,6 +32,15 @@ class Link:
         host = urlsplit(settings.url).hostname or ""
         return InstanceSpec(self.id, Role(settings.role), settings.weight, host)
 
+    async def close_when_idle(self, limit_s: float) -> None:
+        """Close once no request is under way, at the latest after the limit."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self.upstream.until_idle()
+        finally:
+            await self.close()
+
     async def close(self) -> None:
         await self.upstream.close()
         await self.api.close()
@@ -39,6 +50,7 @@ class Links:
     """All instances' links, by id. Create it inside the event loop."""
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         links = [_open(instance, settings) for instance in settings.instances]
         self._links = {link.id: link for link in links}
 
@@ -46,7 +58,22 @@ class Links:
         return iter(self._links.values())
 
     def get(self, instance_id: InstanceId) -> Link:
-        return self._links[instance_id]
+        """Return an instance's link. Raises: Unreachable if it was removed meanwhile."""
+        link = self._links.get(instance_id)
+        if link is None:
+            raise Unreachable(f"instance {instance_id} was removed")
+        return link
+
+    def add(self, instance: InstanceSettings) -> Link:
+        """Open a link to one more instance."""
+        link = _open(instance, self._settings)
+        assert link.id not in self._links, link.id
+        self._links[link.id] = link
+        return link
+
+    def remove(self, instance_id: InstanceId) -> Link:
+        """Return the link of an instance that is here no more, to be closed."""
+        return self._links.pop(instance_id)
 
     async def close(self) -> None:
         for link in self:

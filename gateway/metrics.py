@@ -190,9 +190,9 @@ class _Reported(Collector):
 
 
 def _pool_metrics(pooling: Pooling) -> Iterator[Metric]:
-    state, counts = pooling.state, pooling.counts
+    state, counts, health = pooling.health.state, pooling.counts, pooling.health
     gauges: tuple[tuple[str, str, float | None], ...] = (
-        ("moongate_pool_up", "1 if the pool answers", float(pooling.is_up)),
+        ("moongate_pool_up", "1 if the pool answers", float(health.is_up)),
         ("moongate_pool_keys", "Keys in the pool", state.key_count if state else None),
         ("moongate_pool_bytes", "Bytes in the pool", state.allocated_bytes if state else None),
         ("moongate_pool_capacity_bytes", "Its size", state.capacity_bytes if state else None),
@@ -204,8 +204,10 @@ def _pool_metrics(pooling: Pooling) -> Iterator[Metric]:
         ("moongate_pool_lookups", "Prompts looked up in the pool", counts.lookups),
         ("moongate_pool_asked_keys", "Keys that the pool was asked for", counts.asked_keys),
         ("moongate_pool_round_trips", "Calls that this took", counts.round_trips),
-        ("moongate_pool_failures", "Checks and look-ups without an answer", counts.failures),
-        ("moongate_pool_restarts", "Times that the pool had lost everything", counts.restarts),
+        ("moongate_pool_failures", "Checks and look-ups without an answer", health.counts.failures),
+        ("moongate_pool_overruns", "Look-ups that took more than their budget",
+         health.counts.overruns),
+        ("moongate_pool_restarts", "Times that the pool had lost everything", health.counts.restarts),
         ("moongate_pool_key_mismatch", "Stored blocks that aren't under the keys made here",
          counts.key_mismatches),
         ("moongate_pool_shortfalls", "Answers for which the engine reused less than was expected",

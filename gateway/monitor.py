@@ -8,8 +8,10 @@ it can't do. Descriptions are renewed from time to time, since adapters come and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import zmq.asyncio
 
@@ -27,11 +29,14 @@ from moongate.router import (
     InstanceDescribed,
     InstanceId,
     InstanceProbed,
+    InstanceRemoved,
     RequestReplay,
     SourceId,
 )
 
 logger = logging.getLogger(__name__)
+
+NOTHING_ANNOUNCED: Mapping[str, Any] = {}
 
 DESCRIBE_AGAIN_S = 30.0
 """How soon a LoRA adapter that was loaded at run time can be routed to."""
@@ -60,6 +65,7 @@ class Monitor:
         self._pooling = pooling
         self._context = zmq.asyncio.Context()
         self._watches: dict[InstanceId, _Watch] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self.subscribers: dict[SourceId, Subscriber] = {}
         self.cached_by_source: dict[InstanceId, Mapping[str, float]] = {}  # as engines report it
 
@@ -67,13 +73,36 @@ class Monitor:
         self._driver.on_replay = self._start_replay
         self._driver.on_probe = self._probe_now
         for link in self._links:
-            watch = _Watch(link)
-            self._watches[link.id] = watch
-            self._driver.handle(InstanceAdded(link.spec))
-            watch.task = asyncio.create_task(self._watch(watch))
+            self.watch(link)
+
+    def watch(self, link: Link, announced: Mapping[str, Any] = NOTHING_ANNOUNCED) -> None:
+        """Begin to watch one more instance. `announced`: what it said of its engine."""
+        watch = _Watch(link, announced)
+        self._watches[link.id] = watch
+        self._driver.handle(InstanceAdded(link.spec))
+        watch.task = asyncio.create_task(self._watch(watch))
+
+    def unwatch(self, instance_id: InstanceId) -> None:
+        """Forget an instance: it gets no more work, and nothing that it announced counts."""
+        watch = self._watches.pop(instance_id)
+        assert watch.task is not None
+        watch.task.cancel()
+        for source in [s for s in self.subscribers if s.instance_id == instance_id]:
+            self._end(self.subscribers.pop(source).close())
+        self.cached_by_source.pop(instance_id, None)
+        self._prompts.forget(watch.link.api)
+        if self._pooling is not None:
+            self._pooling.forget(instance_id)
+        self._driver.handle(InstanceRemoved(instance_id))
+
+    def _end(self, closing: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
         tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
+        await asyncio.gather(*self._ending, return_exceptions=True)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -103,10 +132,10 @@ class Monitor:
             except Exception:
                 # A bug of ours; an instance that is never checked again would be worse.
                 logger.exception("instance %s could not be checked", watch.link.id)
-            try:
-                await asyncio.wait_for(watch.wake.wait(), self._health.interval_s)
-            except TimeoutError:
-                continue
+            # Not `wait_for`, which until Python 3.12 can lose a cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._health.interval_s):
+                    await watch.wake.wait()
 
     async def _check(self, watch: _Watch) -> None:
         """Check an instance once and report what was found."""
@@ -161,6 +190,7 @@ class Monitor:
             roots[0] if roots else None,
             description.facts.block_size_tokens,
             description.uses_pool,
+            watch.announced,
         )
 
     async def _learn_models(self, watch: _Watch, description: Description) -> None:
@@ -194,8 +224,9 @@ class Monitor:
 class _Watch:
     """What the monitor remembers of an instance."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, announced: Mapping[str, Any]) -> None:
         self.link = link
+        self.announced = announced
         self.wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.is_well: bool | None = None

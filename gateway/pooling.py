@@ -2,29 +2,29 @@
 
 Theory of operation. Every instance that uses the pool is a `Member`; what it announces tells how it
 names blocks (its key space). Before a request is routed, the pool is asked for its prefix, once for each
-key space, unless the answer can't matter or is known (decision 10). All that waits has a budget. A pool
-that does not answer is left alone, and nothing that was known of it is believed, until a check in the
-background finds it well again.
+key space, unless the answer can't matter or is known (decision 10). All that waits has a budget; what was
+seen within it counts. A pool that does not answer is left alone until a check finds it well again
+(`pool_health.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from moongate.gateway.driver import Driver
-from moongate.kvpool.digests import DigestKeys, DigestMemory
+from moongate.gateway.pool_health import PoolHealth
+from moongate.kvpool.digests import ALGORITHMS, DigestKeys, DigestMemory, HashScheme
 from moongate.kvpool.directory import PoolDirectory, PoolPrefix
 from moongate.kvpool.keys import ONE_SHARD, Shard, model_part
 from moongate.kvpool.lookup import PrefixLookup, learn_shards
 from moongate.kvpool.members import KeyRules, Member
-from moongate.kvpool.store import PoolState, PoolStore, PoolUnavailable
+from moongate.kvpool.store import PoolStore, PoolUnavailable
 from moongate.router import (
     BatchReceived,
-    BlockSpace,
     InstanceId,
     InstancePooled,
     KeySpace,
@@ -32,14 +32,12 @@ from moongate.router import (
     PoolPart,
     Prompt,
     Request,
+    Role,
 )
 from moongate.router.events import BlocksStored
 from moongate.router.model import BlockHash, ModelCard
 
 logger = logging.getLogger(__name__)
-
-CHECK_INTERVAL_S = 2.0
-"""How often the pool is asked how it is; a restart is noticed, and an end, within this."""
 
 SAMPLE_INTERVAL_S = 20.0
 """How often a block that an engine must have stored is looked for, to see that keys are made right."""
@@ -49,6 +47,11 @@ STORED_WITHIN_S = 1.0
 
 SAMPLES_MISSED_MAX = 3
 """So many in a row that aren't there: keys are made otherwise (less than a minute of traffic)."""
+
+NAMELESS_MAX = 3
+"""So many first blocks that no known scheme names: it is another."""
+
+NOTHING_ANNOUNCED: Mapping[str, Any] = {}
 
 HINT_WEIGHT = 0.8
 """What a token is worth that an engine announced as stored, and that nobody has seen since."""
@@ -61,9 +64,7 @@ class PoolCounts:
     lookups: int = 0
     asked_keys: int = 0
     round_trips: int = 0
-    failures: int = 0
-    restarts: int = 0
-    key_mismatches: int = 0
+    key_mismatches: int = 0  # key spaces, or processes, whose keys are made otherwise
     shortfalls: int = 0  # answers for which an engine found less in the pool than was there
 
 
@@ -100,6 +101,16 @@ class PromptTokens:
         return (*(self.every_keys or ()), *salt) or None
 
 
+class _Turn(NamedTuple):
+    """A prompt as one key space knows it."""
+
+    member: Member
+    space: _Space
+    chain: Sequence[BlockHash]
+    usable_blocks: int
+    block_size_tokens: int
+
+
 class Pooling:
     """Asks one pool. `start` it inside the event loop, and `close` it."""
 
@@ -112,6 +123,7 @@ class Pooling:
         budget_s: float,
         rules: KeyRules,
         on_lookup: Callable[[float], None],
+        stored_within_s: float = STORED_WITHIN_S,
     ) -> None:
         self._store = store
         self._driver = driver
@@ -119,57 +131,25 @@ class Pooling:
         self._budget_s = budget_s
         self._rules = rules
         self._on_lookup = on_lookup
+        self._stored_within_s = stored_within_s
         self._members: dict[InstanceId, Member] = {}
         self._spaces: dict[KeySpace, _Space] = {}
         self._checking: asyncio.Task[None] | None = None
-        self._check_now = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.is_up = False
-        self.state: PoolState | None = None
+        self._sampling: set[asyncio.Task[None]] = set()
+        self.health = PoolHealth(store, clock, self._forget_all)
         self.counts = PoolCounts()
 
     def start(self) -> None:
         self._driver.on_batch = self._observe
         self._driver.on_pooled = self._note_pooled
-        self._checking = asyncio.create_task(self._keep_checking())
+        self._checking = asyncio.create_task(self.health.keep_checking())
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *([self._checking] if self._checking is not None else [])]
+        tasks = [*self._sampling, *([self._checking] if self._checking is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._store.close()
-
-    # --- the pool's health ------------------------------------------------------------------------
-
-    async def _keep_checking(self) -> None:
-        while True:
-            self._check_now.clear()
-            await self._check()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._check_now.wait(), CHECK_INTERVAL_S)
-
-    async def _check(self) -> None:
-        try:
-            state = await self._store.check()
-        except PoolUnavailable as error:
-            if self.is_up or self.state is None:
-                logger.warning("the pool does not answer; routing goes on without it: %s", error)
-            self._set_down()
-            return
-        before = self.state
-        if before is not None and before.epoch != state.epoch:
-            logger.warning("the pool was restarted: what it held is gone")
-            self.counts.restarts += 1
-            self._forget_all()
-        if not self.is_up:
-            logger.info("the pool answers: %s keys", state.key_count)
-        self.is_up, self.state = True, state
-
-    def _set_down(self) -> None:
-        self.is_up = False
-        self.counts.failures += 1
-        self._forget_all()
 
     def _forget_all(self) -> None:
         for space in self._spaces.values():
@@ -183,18 +163,27 @@ class Pooling:
         root: str | None,
         block_size_tokens: int | None,
         uses_pool: bool | None,
+        announced: Mapping[str, Any] = NOTHING_ANNOUNCED,
     ) -> None:
         """Take in what discovery found of an instance.
 
-        `root`: where it loaded its model from. `uses_pool` None: it doesn't show.
+        `root`: where it loaded its model from. `uses_pool` None: it doesn't show. `announced`: what it
+        said of itself, its hash algorithm and seed among that.
         """
         member = self._members.setdefault(instance_id, Member(instance_id, self._rules))
         member.model = model_part(root) if root is not None else None
         member.block_size_tokens = member.block_size_tokens or block_size_tokens
         if uses_pool is not None:
             member.uses_pool = uses_pool
+        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
+        if member.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
+            member.presumed = HashScheme(str(algorithm), str(seed))
         self._presume(member)
         self._note_key_space(member)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Forget an instance that is here no more."""
+        self._members.pop(instance_id, None)
 
     def restarted(self, instance_id: InstanceId) -> None:
         """Note that the instance may be another process now, with other names for blocks."""
@@ -210,10 +199,20 @@ class Pooling:
         for part in event.events:
             if isinstance(part, BlocksStored):
                 member.observe(part)
+        self._report_nameless(member)
         # What one shows is presumed of its peers.
         for peer in self._members.values():
             self._presume(peer)
             self._note_key_space(peer)
+
+    def _report_nameless(self, member: Member) -> None:
+        """Say once of a process that its blocks can't be named."""
+        is_nameless = member.scheme is None and member.probe.mismatches >= NAMELESS_MAX
+        if not is_nameless or member.is_reported or member.uses_pool is False:
+            return
+        member.is_reported = True
+        self.counts.key_mismatches += 1
+        logger.error("instance %s: %s", member.instance_id, _nameless(member))
 
     def _presume(self, member: Member) -> None:
         """Let an instance that has not shown how it names blocks be as others of its model."""
@@ -236,7 +235,7 @@ class Pooling:
 
     def _note_pooled(self, command: NotePooled) -> None:
         space = self._space_of(command.instance_id)
-        if space is not None and self.is_up:
+        if space is not None and self.health.is_up:
             space.directory.note_stored(command.blocks, self._clock())
 
     def _space_of(self, instance_id: InstanceId) -> _Space | None:
@@ -248,92 +247,88 @@ class Pooling:
 
     async def enrich(self, request: Request, known: PromptTokens) -> Request:
         """Return the request with what the pool holds of its prompt, as far as that can matter."""
-        if not self.is_up or not known.prompt.is_exact:
+        if not self.health.is_up or not known.prompt.is_exact:
             return request
-        may_ask = not self._driver.core.covers(request, self._clock())
-        parts: dict[KeySpace, PoolPart] = {}
-        for member in self._members_for(request.model):
-            assert member.key_space is not None
-            part = await self._part(member, known, may_ask=may_ask)
-            if part is not None:
-                parts[member.key_space] = part
-        return replace(request, pool=parts) if parts else request
+        may_ask = self.health.may_ask and not self._driver.core.covers(request, self._clock())
+        parts: dict[KeySpace, PoolPart | None] = {}
+        unknown: dict[KeySpace, tuple[_Turn, int | None]] = {}
+        for key_space, member in self._members_for(request.model).items():
+            turn = self._turn(member, known)
+            if turn is None:
+                continue
+            recalled = turn.space.directory.recall(turn.chain, turn.usable_blocks, self._clock())
+            if may_ask and not recalled.is_fresh:
+                history = self._driver.core.find_history(turn.chain)
+                unknown[key_space] = turn, recalled.likely_blocks or history or None
+            else:
+                weight = 1.0 if recalled.is_fresh else HINT_WEIGHT
+                parts[key_space] = _as_part(recalled.prefix, turn.block_size_tokens, weight)
+        asked = (self._ask(turn, known, likely) for turn, likely in unknown.values())
+        # At the same time: together they have one budget.
+        parts |= zip(unknown, await asyncio.gather(*asked), strict=True)
+        pool = {key_space: part for key_space, part in parts.items() if part is not None}
+        return replace(request, pool=pool) if pool else request
 
-    def _members_for(self, model: str) -> list[Member]:
+    def _members_for(self, model: str) -> dict[KeySpace, Member]:
         """Return one member for each key space in which a request for the model could find blocks."""
         members: dict[KeySpace, Member] = {}
         for instance in self._driver.core.fleet.serving(model):
             member = self._members.get(instance.spec.id)
-            if member is not None and (key_space := member.key_space) is not None:
+            key_space = member.key_space if member is not None else None
+            if instance.is_healthy and member is not None and key_space is not None:
                 members.setdefault(key_space, member)
-        return list(members.values())
+        return members
 
-    async def _part(self, member: Member, known: PromptTokens, *, may_ask: bool) -> PoolPart | None:
-        """Return what the pool has for the key space of this member, None for nothing."""
-        key_space, size = member.key_space, member.block_size_tokens
-        assert key_space is not None
-        assert size is not None
-        space = self._spaces[key_space]
-        chain = self._chain(known, size)
-        usable = known.prompt.known_in(chain[0]).usable_blocks if chain is not None else 0
-        if chain is None or not usable:
+    def _turn(self, member: Member, known: PromptTokens) -> _Turn | None:
+        """Return the prompt as this member's key space knows it. None: nothing of it can be there."""
+        space, size = self._space_of(member.instance_id), member.block_size_tokens
+        prompt = known.prompt
+        found = next((s for s in prompt.chains if s.block_size_tokens == size), None)
+        if space is None or found is None or not size:
             return None
-        blocks = chain[1]
-        recalled = space.directory.recall(blocks, usable, self._clock())
-        if recalled.is_fresh or not may_ask:
-            weight = 1.0 if recalled.is_fresh else HINT_WEIGHT
-            return _as_part(recalled.prefix, size, weight)
-        likely = recalled.likely_blocks or self._driver.core.find_history(blocks) or None
-        prefix = await self._ask(member, space, known, blocks, usable, likely)
-        if prefix is None:
+        part = prompt.known_in(found)
+        if not part.usable_blocks:
             return None
-        space.directory.note_answer(blocks, prefix, self._clock())
-        return _as_part(prefix, size, 1.0)
+        return _Turn(member, space, part.chain, part.usable_blocks, size)
 
-    def _chain(
-        self, known: PromptTokens, size: int
-    ) -> tuple[BlockSpace, Sequence[BlockHash]] | None:
-        """Return the prompt's chain of blocks of this size."""
-        for space, chain in known.prompt.chains.items():
-            if space.block_size_tokens == size:
-                return space, chain
-        return None
-
-    async def _ask(
-        self,
-        member: Member,
-        space: _Space,
-        known: PromptTokens,
-        chain: Sequence[BlockHash],
-        usable: int,
-        likely: int | None,
-    ) -> PoolPrefix | None:
-        """Ask the pool, within the budget. None: it can't be known."""
-        tokens, scheme = known.tokens(), member.scheme
-        first = member.first_digest(chain, tokens, known.first_keys)
-        if first is None or scheme is None:
+    async def _ask(self, turn: _Turn, known: PromptTokens, likely: int | None) -> PoolPart | None:
+        """Return what the pool answers within the budget. None: nothing, or it can't be known."""
+        lookup = self._prepare(turn, known)
+        if lookup is None:
             return None
-        assert member.block_size_tokens is not None
-        digests = space.digests.digest(
-            scheme.algorithm, chain, tokens, member.block_size_tokens, first, known.every_keys
-        )
-        lookup = PrefixLookup(self._store, member.layout(space.shards), digests[:usable])
         began = self._clock()
         try:
             async with asyncio.timeout(self._budget_s):
-                return await lookup.run(likely)
-        except (TimeoutError, PoolUnavailable) as error:
-            logger.warning(
-                "the pool did not answer in time: %s", str(error) or "more than the budget"
-            )
-            self._set_down()
-            self._check_now.set()
+                prefix = await lookup.run(likely)
+            turn.space.directory.note_answer(turn.chain, turn.usable_blocks, prefix, self._clock())
+        except TimeoutError:
+            self.health.look_up_overran()
+            prefix = lookup.seen_so_far()
+        except PoolUnavailable as error:
+            self.health.look_up_failed(str(error))
             return None
         finally:
             self.counts.lookups += 1
             self.counts.asked_keys += lookup.asked_keys
             self.counts.round_trips += lookup.round_trips
             self._on_lookup(self._clock() - began)
+        return _as_part(prefix, turn.block_size_tokens, 1.0)
+
+    def _prepare(self, turn: _Turn, known: PromptTokens) -> PrefixLookup | None:
+        """Return the question for a turn's prefix. None: its keys can't be told."""
+        member, tokens = turn.member, known.tokens()
+        first, scheme = member.first_digest(turn.chain, tokens, known.first_keys), member.scheme
+        if first is None or scheme is None:
+            return None
+        digests = turn.space.digests.digest(
+            scheme.algorithm, turn.chain, tokens, turn.block_size_tokens, first, known.every_keys
+        )
+        return PrefixLookup(
+            self._store,
+            member.layout(turn.space.shards),
+            digests[: turn.usable_blocks],
+            has_holes=self.health.has_holes,
+        )
 
     # --- afterwards -------------------------------------------------------------------------------
 
@@ -346,34 +341,40 @@ class Pooling:
     ) -> None:
         """Compare an answer with what was expected of the pool, and look whether keys are made right.
 
-        `expected_tokens`: from device and pool together; `cached_tokens`: as the engine reports, None
-        if it doesn't.
+        `instance_id`: where the prompt was computed. `expected_tokens`: from device and pool together, 0
+        if nothing from the pool; `cached_tokens`: as the engine reports, None if it doesn't.
         """
-        member, space = self._members.get(instance_id), self._space_of(instance_id)
-        if member is None or space is None or member.block_size_tokens is None:
+        member = self._members.get(instance_id)
+        turn = self._turn(member, known) if member is not None else None
+        if turn is None:
             return
-        chain = self._chain(known, member.block_size_tokens)
-        if chain is None or not chain[1]:
-            return
-        if cached_tokens is not None and cached_tokens < expected_tokens - member.block_size_tokens:
+        directory = turn.space.directory
+        if cached_tokens is not None and cached_tokens < expected_tokens - turn.block_size_tokens:
             self.counts.shortfalls += 1
-            space.directory.forget(chain[1])
-        now = self._clock()
-        is_due = space.sampled_at is None or now - space.sampled_at >= SAMPLE_INTERVAL_S
-        if self.is_up and is_due and not known.salt:
-            space.sampled_at = now
-            task = asyncio.create_task(self._sample(member, space, known, chain[1]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            directory.forget(turn.chain)
+        else:
+            directory.outdate(turn.chain)
+        if self._is_sample_due(turn, known):
+            turn.space.sampled_at = self._clock()
+            task = asyncio.create_task(self._sample(turn, known))
+            self._sampling.add(task)
+            task.add_done_callback(self._sampling.discard)
 
-    async def _sample(
-        self, member: Member, space: _Space, known: PromptTokens, chain: Sequence[BlockHash]
-    ) -> None:
+    def _is_sample_due(self, turn: _Turn, known: PromptTokens) -> bool:
+        sampled_at = turn.space.sampled_at
+        instance = self._driver.core.fleet.find(turn.member.instance_id)
+        # One that only decodes stores nothing.
+        can_store = instance is not None and instance.spec.role is not Role.DECODE
+        is_due = sampled_at is None or self._clock() - sampled_at >= SAMPLE_INTERVAL_S
+        return self.health.is_up and is_due and can_store and not known.salt
+
+    async def _sample(self, turn: _Turn, known: PromptTokens) -> None:
         """Look for a block that the instance must have stored by now; learn in which parts it did."""
-        first = member.first_digest(chain, known.tokens(), known.first_keys)
+        member, space = turn.member, turn.space
+        first = member.first_digest(turn.chain, known.tokens(), known.first_keys)
         if first is None:
             return
-        await asyncio.sleep(STORED_WITHIN_S)
+        await asyncio.sleep(self._stored_within_s)
         try:
             shards = await learn_shards(self._store, member.layout(), first)
         except PoolUnavailable:
@@ -383,6 +384,8 @@ class Pooling:
             if self._rules.shards is None:
                 space.shards = shards
             return
+        if space.is_confirmed and self.health.has_holes:
+            return  # keys were right, and a pool that is too small loses them
         space.samples_missed += 1
         if space.samples_missed == SAMPLES_MISSED_MAX:
             self.counts.key_mismatches += 1
@@ -397,10 +400,10 @@ class Pooling:
 
     def as_json(self) -> dict[str, object]:
         """Return what `/admin/index` says of the pool."""
-        state = self.state
-        counts = self.counts
+        health, counts = self.health, self.counts
+        state = health.state
         return {
-            "up": self.is_up,
+            "up": health.is_up,
             "keys": state.key_count if state is not None else None,
             "allocated_bytes": state.allocated_bytes if state is not None else None,
             "capacity_bytes": state.capacity_bytes if state is not None else None,
@@ -408,8 +411,9 @@ class Pooling:
             "lookups": counts.lookups,
             "asked_keys": counts.asked_keys,
             "round_trips": counts.round_trips,
-            "failures": counts.failures,
-            "restarts": counts.restarts,
+            "failures": health.counts.failures,
+            "overruns": health.counts.overruns,
+            "restarts": health.counts.restarts,
             "key_mismatches": counts.key_mismatches,
             "shortfalls": counts.shortfalls,
             "members": [self._member_as_json(member) for member in self._members.values()],
@@ -417,25 +421,36 @@ class Pooling:
 
     def _member_as_json(self, member: Member) -> dict[str, object]:
         key_space, space = member.key_space, self._space_of(member.instance_id)
-        reason = None
-        if member.uses_pool is False:
-            reason = "the engine uses no pool"
-        elif member.scheme is None:
-            mismatches = member.probe.mismatches
-            reason = (
-                f"none of the known hash algorithms and seeds names its blocks ({mismatches} tried);"
-                " set pool.hash_seeds to its PYTHONHASHSEED"
-                if mismatches else "it has announced no first block of a prompt yet"
-            )  # fmt: skip
         return {
             "instance": member.instance_id,
             "key_space": key_space.name if key_space is not None else None,
-            "unknown_because": reason,
+            "unknown_because": _unknown_because(member),
             "keys_confirmed": space.is_confirmed if space is not None else False,
             "shards": len(space.shards) if space is not None else None,
             "known_prefixes": len(space.directory) if space is not None else 0,
             "announced_blocks": space.directory.hints if space is not None else 0,
         }
+
+
+def _unknown_because(member: Member) -> str | None:
+    """Return why no key space is known of a member."""
+    if member.uses_pool is False:
+        return "the engine uses no pool"
+    if member.model is None:
+        return "it doesn't say where it loaded its model from"
+    if member.block_size_tokens is None:
+        return "its block size isn't known yet"
+    if member.scheme is None:
+        has_tried = member.probe.mismatches
+        return _nameless(member) if has_tried else "it has announced no first block of a prompt yet"
+    return None
+
+
+def _nameless(member: Member) -> str:
+    return (
+        "none of the known hash algorithms and seeds names its blocks"
+        f" ({member.probe.mismatches} tried); set pool.hash_seeds to its PYTHONHASHSEED"
+    )
 
 
 def _as_part(prefix: PoolPrefix, block_size_tokens: int, weight: float) -> PoolPart | None:

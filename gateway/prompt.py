@@ -178,6 +178,12 @@ class PromptPipeline:
             return "local"
         return "remote" if known.has_remote else "none"
 
+    def forget(self, api: EngineApi) -> None:
+        """Forget an instance that is here no more."""
+        self._takers.discard(api)
+        for known in self._models.values():
+            known.verdicts.pop(api, None)
+
     async def _compare(self, model: str, known: _Model, api: EngineApi) -> None:
         renderer = known.loaded
         verdicts, answers = await probe(model, renderer, api)
@@ -348,7 +354,8 @@ class PromptPipeline:
         """Raises: TimeoutError, PromptRefused, PromptUnsupported, EngineCallFailed."""
         assert body.model is not None
         fields = prompt_fields(route, body.fields)
-        ids = await asyncio.wait_for(self._ask_engine(body.model, fields), self._budget_s)
+        async with asyncio.timeout(self._budget_s):
+            ids = await self._ask_engine(body.model, fields)
         return self._prompt_of(ids, body)
 
     async def _ask_engine(self, model: str, fields: Mapping[str, Any]) -> Sequence[int]:

@@ -44,6 +44,7 @@ def decision_as_json(decision: Decision) -> dict[str, Any]:
         "prompt_tokens": decision.prompt_tokens,
         "device_tokens": decision.device_tokens,
         "pool_tokens": decision.pool_tokens,
+        "prefill": _candidate_as_json(decision.prefill) if decision.prefill is not None else None,
         "candidates": [_candidate_as_json(ranked) for ranked in decision.ranking],
     }
 

@@ -234,6 +234,13 @@ class AuthSettings(_Section):
     """Keys. Without `forward_client_key` a client's key never reaches an engine."""
 
     forward_client_key: bool = False
+    admin_key_env: str | None = None  # variable with the key that /admin asks for
+
+    @model_validator(mode="after")
+    def _check(self) -> AuthSettings:
+        if self.admin_key_env is not None and not os.environ.get(self.admin_key_env):
+            raise ValueError(f"admin_key_env: the variable {self.admin_key_env} is not set")
+        return self
 
 
 class ShardSettings(_Section):
@@ -325,7 +332,7 @@ class Settings(_Section):
     health: HealthSettings = HealthSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
-    instances: Annotated[list[InstanceSettings], Field(min_length=1)]
+    instances: list[InstanceSettings]  # none: all announce themselves
 
     @field_validator("instances")
     @classmethod
@@ -363,7 +370,6 @@ LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
     ("discovery", "kind"): ("static",),
     ("observability", "otlp_endpoint"): (None,),
     ("observability", "keep_text"): (False,),
-    ("auth", "admin_key_env"): (None,),
 }
 """Keys of the contract that have one meaning only in this version: accepted with these values, which
 say what happens anyway, and refused with any other."""

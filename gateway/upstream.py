@@ -117,6 +117,7 @@ class Upstream:
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._connecting = 0
+        self._ended = asyncio.Event()  # an exchange has
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -161,6 +162,12 @@ class Upstream:
         except BaseException:
             connection.abort()
             raise
+
+    async def until_idle(self) -> None:
+        """Return when no exchange is under way."""
+        while self._busy or self._connecting:
+            self._ended.clear()
+            await self._ended.wait()
 
     async def close(self) -> None:
         self._is_closed = True
@@ -207,6 +214,7 @@ class Upstream:
     def keep(self, connection: _Connection) -> None:
         """Take a connection back that can carry another exchange."""
         self._busy.discard(connection)
+        self._ended.set()
         if self._is_closed:
             connection.abort()
             return
@@ -217,6 +225,7 @@ class Upstream:
     def forget(self, connection: _Connection) -> None:
         """Note that a connection is closed."""
         self._busy.discard(connection)
+        self._ended.set()
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 

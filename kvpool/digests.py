@@ -84,13 +84,14 @@ def digest_blocks(
 ) -> list[BlockDigest]:
     """Return the digests of the full blocks in `tokens` (packed), chained from `parent`.
 
-    `every_keys` isolate each block (an adapter), `first_keys` the first one beside that (a salt).
+    `every_keys` isolate each block (an adapter); `first_keys` all that isolates the first one, if that
+    is more (a salt).
     Cost: 2.5 us a block of 16 tokens (sha256).
     """
     hash_value, ids = ALGORITHMS[algorithm], array("I")
     ids.frombytes(tokens[: len(tokens) // TOKEN_BYTES * TOKEN_BYTES])
     values, digests = ids.tolist(), []
-    keys = (*(every_keys or ()), *(first_keys or ())) or None
+    keys = first_keys or every_keys
     for end in range(block_size_tokens, len(values) + 1, block_size_tokens):
         block = tuple(values[end - block_size_tokens : end])
         parent = hash_value((parent, block, keys))
@@ -129,39 +130,52 @@ class SchemeProbe:
     def observe(self, event: BlocksStored) -> None:
         """Learn from blocks stored on the device. Blocks with extra keys prove nothing and are passed."""
         has_keys = event.extra_keys is not None or event.lora_name is not None
-        if has_keys or not event.engine_hashes or event.block_size_tokens < 1:
+        if has_keys or not event.engine_hashes or event.block_size_tokens < 1 or self.is_done:
             return
         if event.parent is None:
-            self._observe_root(event)
-        elif self.scheme is None and isinstance(event.parent, bytes) and self.roots:
-            algorithm = next((a for a in ALGORITHMS if _follows(a, event.parent, event)), None)
-            if algorithm is not None:
-                self.scheme = HashScheme(algorithm, None)
+            self._note_root(event)
+            if self.scheme is None:
+                self.scheme = self._find_usual(event) or _find_by_chance(event)
+                self.mismatches += self.scheme is None
+        elif self.scheme is None and self.roots:
+            self.scheme = _find_by_chance(event)
 
-    def _observe_root(self, event: BlocksStored) -> None:
-        if self.is_done:
-            return
-        name = event.engine_hashes[0]
-        if isinstance(name, bytes):
-            step = event.block_size_tokens * TOKEN_BYTES
-            (first,) = hash_prompt(BlockSpace(event.block_size_tokens), event.tokens[:step])
-            self.roots[first] = BlockDigest(name)
+    def _note_root(self, event: BlocksStored) -> None:
+        name, size = event.engine_hashes[0], event.block_size_tokens
+        chain = hash_prompt(BlockSpace(size), event.tokens[: size * TOKEN_BYTES])
+        if isinstance(name, bytes) and chain:
+            self.roots[chain[0]] = BlockDigest(name)
             if len(self.roots) > ROOTS_MAX:
                 self.roots.popitem(last=False)
-        if self.scheme is not None:
-            return
+
+    def _find_usual(self, event: BlocksStored) -> HashScheme | None:
+        """Return the algorithm and the seed that give the first block of a prompt its name."""
         for algorithm, hash_value in ALGORITHMS.items():
             for seed in self._seeds:
-                if _follows(algorithm, hash_value(seed), event):
-                    self.scheme = HashScheme(algorithm, seed)
-                    return
-        self.mismatches += 1
+                if _follows(algorithm, hash_value(seed), event, 0):
+                    return HashScheme(algorithm, seed)
+        return None
 
 
-def _follows(algorithm: str, parent: BlockDigest, event: BlocksStored) -> bool:
+def _find_by_chance(event: BlocksStored) -> HashScheme | None:
+    """Return the algorithm that gives a block its name after the block before it, both told whole."""
+    before, position = event.parent, 0
+    if before is None and len(event.engine_hashes) > 1:
+        before, position = event.engine_hashes[0], 1
+    if not isinstance(before, bytes):
+        return None
+    follows = (a for a in ALGORITHMS if _follows(a, BlockDigest(before), event, position))
+    return next((HashScheme(algorithm, None) for algorithm in follows), None)
+
+
+def _follows(algorithm: str, parent: BlockDigest, event: BlocksStored, position: int) -> bool:
+    """Tell whether the event's block at this position has the name that follows from its parent's."""
     size = event.block_size_tokens
-    digests = digest_blocks(algorithm, parent, event.tokens[: size * TOKEN_BYTES], size)
-    return bool(digests) and matches(event.engine_hashes[0], digests[0])
+    step = size * TOKEN_BYTES
+    digests = digest_blocks(
+        algorithm, parent, event.tokens[position * step : (position + 1) * step], size
+    )
+    return bool(digests) and matches(event.engine_hashes[position], digests[0])
 
 
 # --- of whole prompts -----------------------------------------------------------------------------

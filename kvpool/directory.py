@@ -1,13 +1,15 @@
 """What is known of the pool, with its age: pure.
 
 Known is where prefixes end, not which keys exist. A fact is kept under the last block of a prefix, whose
-hash names all that precedes it. *Verified*: the pool said so, a moment ago; later it is only a place to
-start a search from. *Hinted*: an engine announced that it stored the block; what became of it since
-nobody says, so a hint ages out.
+hash names all that precedes it, with the block behind it that was missing: another prompt that goes on
+otherwise from there is none of its business. *Verified*: the pool said so, a moment ago; later it is only
+a place to start a search from. *Hinted*: an engine announced that it stored the block; what became of it
+since nobody says, so a hint ages out.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ class PoolPrefix(NamedTuple):
 
 
 class Recalled(NamedTuple):
-    """What is known of a chain without asking. `is_fresh`: an answer, of which nothing newer is known."""
+    """What is known of a chain without asking. `is_fresh`: all that the pool would answer now."""
 
     prefix: PoolPrefix
     is_fresh: bool
@@ -45,7 +47,13 @@ class Recalled(NamedTuple):
 @dataclass(slots=True)
 class _Fact:
     prefix: PoolPrefix
+    missing: BlockHash | None  # the block behind it; None: there was none that could be reused
     at: float
+
+    def ends(self, chain: Sequence[BlockHash], usable_blocks: int) -> bool:
+        """Tell whether what was missing is what this chain goes on with."""
+        length = self.prefix.blocks
+        return length == usable_blocks or self.missing == chain[length]
 
 
 NOTHING = Recalled(PoolPrefix(0), False, 0)
@@ -78,15 +86,19 @@ class PoolDirectory:
                 break
             del hints[block]
 
-    def note_answer(self, chain: Sequence[BlockHash], prefix: PoolPrefix, now: float) -> None:
-        """Note where the prefix of a chain ends, as the pool just said."""
+    def note_answer(
+        self, chain: Sequence[BlockHash], usable_blocks: int, prefix: PoolPrefix, now: float
+    ) -> None:
+        """Note where the prefix of a chain ends, as the pool just said. Cost: O(blocks behind it)."""
+        length = prefix.blocks
         self._bytes_per_block = prefix.bytes_per_block or self._bytes_per_block
-        for length in range(prefix.blocks, min(prefix.blocks + 1, len(chain))):
-            self._hints.pop(chain[length], None)  # whoever announced it, it isn't there
-        if not prefix.blocks:
+        if self._hints and length < usable_blocks:
+            for block in chain[length:usable_blocks]:
+                self._hints.pop(block, None)  # whoever announced them, they can't be reused
+        if not length:
             return
-        end = chain[prefix.blocks - 1]
-        self._facts[end] = _Fact(prefix, now)
+        end = chain[length - 1]
+        self._facts[end] = _Fact(prefix, chain[length] if length < usable_blocks else None, now)
         self._facts.move_to_end(end)
         if len(self._facts) > FACTS_MAX:
             self._facts.popitem(last=False)
@@ -94,17 +106,28 @@ class PoolDirectory:
     def recall(self, chain: Sequence[BlockHash], usable_blocks: int, now: float) -> Recalled:
         """Return what is known of a chain. Cost: O(blocks since the deepest that is known)."""
         facts, hints = self._facts, self._hints
-        for length in range(min(usable_blocks, len(chain)), 0, -1):
+        for length in range(usable_blocks, 0, -1):
             block = chain[length - 1]
             fact = facts.get(block)
             if fact is not None and now - fact.at < VERIFIED_S:
-                return Recalled(fact.prefix, True, length)
+                return Recalled(fact.prefix, fact.ends(chain, usable_blocks), length)
             announced_at = hints.get(block)
             if announced_at is not None and now - announced_at < HINTED_S:
                 return Recalled(PoolPrefix(length, self._bytes_per_block), False, length)
             if fact is not None:
                 return Recalled(PoolPrefix(0), False, length)
         return NOTHING
+
+    def outdate(self, chain: Sequence[BlockHash]) -> None:
+        """Note that what was missing of a chain is being stored now: where it ended is where to start.
+
+        Cost: as `recall`.
+        """
+        for block in reversed(chain):
+            fact = self._facts.get(block)
+            if fact is not None:
+                fact.at = -math.inf
+                return
 
     def forget(self, chain: Sequence[BlockHash]) -> None:
         """Disbelieve all that is known of a chain: an engine didn't get from the pool what it should."""

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from moongate.kvpool.directory import PoolPrefix
 from moongate.kvpool.keys import BlockDigest, KeyLayout, Shard
-from moongate.kvpool.search import EXHAUSTIVE_KEYS, FAR, NEAR, Questions, search_prefix
+from moongate.kvpool.search import BELOW, FAR, search_prefix
 from moongate.kvpool.store import PoolStore, Replica
+
+EXHAUSTIVE_KEYS = 48
+"""So few keys are all asked for at once: one round trip, and holes can't hide."""
+
+THOROUGH_KEYS = 200
+"""So many, one call, are asked for of a pool that evicts: what it evicts are any blocks of a prefix."""
+
+CONFIRMATIONS_MAX = 3
+"""A prefix in which a hole was found is confirmed again, but not for ever."""
 
 
 class PrefixLookup:
-    """One look-up. `asked_keys` and `round_trips` say what it cost."""
+    """One look-up. `asked_keys` and `round_trips` say what it cost.
 
-    def __init__(self, store: PoolStore, layout: KeyLayout, digests: Sequence[BlockDigest]) -> None:
+    `has_holes`: blocks may be missing from within a prefix, as the pool has lately evicted some or has
+    lost a segment.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore,
+        layout: KeyLayout,
+        digests: Sequence[BlockDigest],
+        *,
+        has_holes: bool = False,
+    ) -> None:
         self._store = store
         self._layout = layout
         self._digests = digests
+        self._has_holes = has_holes
         self._replicas: dict[tuple[int, Shard], Replica] = {}
+        self._missing = len(digests)  # the first block of which a part is known to be missing
         self.asked_keys = 0
         self.round_trips = 0
 
@@ -26,25 +48,39 @@ class PrefixLookup:
         """Return the leading blocks that are there. `likely`: how many there probably are.
 
         One shard is searched, as all mostly agree; then the others are looked at where it ends and at
-        growing distances before. A shard of which some are missing there is searched as well.
+        growing distances before, and with holes all of them at many places. From where some are missing
+        on all are searched.
         Raises: PoolUnavailable.
         """
         count, shards = len(self._digests), self._layout.shards
-        if count * len(shards) <= EXHAUSTIVE_KEYS:
-            there = await self._ask(range(count), shards)
-            return self._prefix(next((p for p in range(count) if p not in there), count))
+        if count * len(shards) <= (THOROUGH_KEYS if self._has_holes else EXHAUSTIVE_KEYS):
+            await self._ask(range(count), shards)
+            return self._prefix(self._missing)
         blocks = await self._search(count, likely, shards[:1])
-        if blocks and len(shards) > 1:
-            near = {blocks - distance for distance in (*NEAR, *FAR)}
-            positions = sorted(p for p in near if p >= 0)
-            there = await self._ask(positions, shards[1:])
-            missing = [p for p in positions if p not in there]
-            if missing:
-                blocks = await self._search(missing[0], None, shards)
+        for _ in range(CONFIRMATIONS_MAX):
+            await self._ask(self._confirming(blocks), shards)
+            if self._missing >= blocks:
+                break
+            blocks = await self._search(self._missing, None, shards)
         return self._prefix(blocks)
 
+    def seen_so_far(self) -> PoolPrefix:
+        """Return the prefix that a look-up which was broken off had seen: at least so much is there."""
+        whole = (p + 1 for p in {p for p, _ in self._replicas} if self._is_whole(p))
+        return self._prefix(max((p for p in whole if p <= self._missing), default=0))
+
+    def _confirming(self, blocks: int) -> list[int]:
+        """Return the positions before the end of a prefix that all of its shards are looked at."""
+        positions: set[int] = set()
+        if self._has_holes:
+            places = THOROUGH_KEYS // len(self._layout.shards)
+            positions.update(range(0, blocks, max(-(-blocks // places), 1)) if places else ())
+        if len(self._layout.shards) > 1:
+            positions.update(blocks - distance for distance in (*BELOW, *FAR))
+        return sorted(p for p in positions if p >= 0 and not self._is_whole(p))
+
     async def _search(self, count: int, likely: int | None, shards: Sequence[Shard]) -> int:
-        questions: Questions = search_prefix(count, likely)
+        questions = search_prefix(count, likely)
         try:
             positions = next(questions)
             while True:
@@ -53,30 +89,36 @@ class PrefixLookup:
             blocks: int = end.value
             return blocks
 
-    async def _ask(self, positions: Sequence[int], shards: Sequence[Shard]) -> Collection[int]:
-        """Return the positions of which all these shards are there."""
-        if not positions:
-            return ()
+    async def _ask(self, positions: Iterable[int], shards: Sequence[Shard]) -> Collection[int]:
+        """Return the positions of which all these shards are there; ask for those not seen there."""
+        parts = [(position, shard) for position in positions for shard in shards]
         keys = {
             self._layout.key(shard, self._digests[position]): (position, shard)
-            for position in positions
-            for shard in shards
+            for position, shard in parts
+            if (position, shard) not in self._replicas
         }
-        self.round_trips += 1
-        self.asked_keys += len(keys)
-        found = await self._store.look_up(list(keys))
-        self._replicas |= {keys[key]: replica for key, replica in found.items() if key in keys}
-        return {p for p in positions if all((p, shard) in self._replicas for shard in shards)}
+        if keys:
+            self.round_trips += 1
+            self.asked_keys += len(keys)
+            found = await self._store.look_up(list(keys))
+            self._replicas |= {keys[key]: replica for key, replica in found.items() if key in keys}
+        missing = {position for position, shard in parts if (position, shard) not in self._replicas}
+        self._missing = min([self._missing, *missing])
+        return {position for position, _ in parts} - missing
+
+    def _is_whole(self, position: int) -> bool:
+        return all((position, shard) in self._replicas for shard in self._layout.shards)
 
     def _prefix(self, blocks: int) -> PoolPrefix:
         """Return the prefix, described by the last of its copies that was seen."""
-        seen = [position for position, _ in self._replicas if position < blocks]
-        if not seen:
+        last = max((p for p, _ in self._replicas if p < blocks), default=None)
+        if last is None:
             return PoolPrefix(blocks)
-        parts = [r for (position, _), r in self._replicas.items() if position == max(seen)]
+        parts = [r for (position, _), r in self._replicas.items() if position == last]
+        size_bytes = sum(part.size_bytes for part in parts)
         return PoolPrefix(
             blocks,
-            parts[0].size_bytes * len(self._layout.shards),
+            size_bytes * len(self._layout.shards) // len(parts),
             parts[0].endpoint,
             any(part.on_disk for part in parts),
         )

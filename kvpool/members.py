@@ -38,6 +38,7 @@ class Member:
     probe: SchemeProbe = field(default_factory=SchemeProbe)
     presumed: HashScheme | None = None  # that of its peers, or of the process before it
     epoch: int = 0  # counts its processes
+    is_reported: bool = False  # that nothing names this process's blocks
 
     def __post_init__(self) -> None:
         self.probe = SchemeProbe(self.rules.seeds)
@@ -56,6 +57,8 @@ class Member:
         before = self.probe.scheme
         self.presumed = before if before is not None and before.seed is not None else self.presumed
         self.probe = SchemeProbe(self.rules.seeds)
+        self.uses_pool = self.block_size_tokens = None
+        self.is_reported = False
 
     @property
     def scheme(self) -> HashScheme | None:

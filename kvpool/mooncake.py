@@ -27,7 +27,11 @@ CHECK_S = 2.0
 
 _KEEP_ALIVE_S = 30.0
 
-_METRIC = re.compile(r"^(?P<name>master_\w+) (?P<value>\d+(?:\.\d+)?)$", re.MULTILINE)
+BODY_BYTES_MAX = 4 << 20
+"""An answer of 200 keys with a few replicas each is 200 KB; the page of metrics is smaller."""
+
+_METRIC = re.compile(r"^(?P<name>master_\w+) (?P<value>[-+.0-9eE]+)$", re.MULTILINE)
+_COUNTER = re.compile(r"^# TYPE (?P<name>master_\w+) counter$", re.MULTILINE)
 
 
 class MooncakeMaster:
@@ -39,7 +43,7 @@ class MooncakeMaster:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S), trust_env=False
         )
-        self._puts = 0
+        self._counters: Mapping[str, int] = {}
         self._restarts = 0
 
     async def look_up(self, keys: Sequence[str]) -> Mapping[str, Replica]:
@@ -50,21 +54,19 @@ class MooncakeMaster:
         return found
 
     async def check(self) -> PoolState:
-        """See `PoolStore.check`. Its counters begin anew in a new process, by which one is noticed."""
+        """See `PoolStore.check`. Counters begin anew in a new process, by which one is noticed.
+
+        A client's ping is counted every second, so one shows even while nothing is stored.
+        """
         page = await self._get("/metrics", aiohttp.ClientTimeout(total=CHECK_S))
-        values = {
-            found["name"]: int(float(found["value"]))
-            for found in _METRIC.finditer(page.decode("utf-8", "replace"))
-        }
+        text = page.decode("utf-8", "replace")
+        values = {f["name"]: _whole(f["value"]) for f in _METRIC.finditer(text)}
         if "master_key_count" not in values:
             raise PoolUnavailable(f"{self._url}/metrics: not a Mooncake master's")
-        puts = values.get("master_put_end_requests_total", 0)
-        puts += values.get("master_batch_put_end_requests_total", 0)
-        # A ping is counted every second, so a new process shows even while nothing is stored.
-        puts += values.get("master_ping_requests_total", 0)
-        if puts < self._puts:
+        counters = {f["name"]: values.get(f["name"], 0) for f in _COUNTER.finditer(text)}
+        if any(counters.get(name, 0) < count for name, count in self._counters.items()):
             self._restarts += 1
-        self._puts = puts
+        self._counters = counters
         return PoolState(
             epoch=str(self._restarts),
             key_count=values["master_key_count"],
@@ -81,8 +83,8 @@ class MooncakeMaster:
         # Marked as encoded: keys have no character that needs it, and looking takes longer than asking.
         url = URL(self._url + target, encoded=True)
         try:
-            async with self._session.get(url, timeout=limit) as answer:
-                body = await answer.read()
+            async with self._session.get(url, timeout=limit, allow_redirects=False) as answer:
+                body = await _read_body(answer)
         except TimeoutError as error:
             raise PoolUnavailable(f"{self._url}: no answer in time") from error
         except aiohttp.ClientError as error:
@@ -90,6 +92,23 @@ class MooncakeMaster:
         if answer.status != 200:
             raise PoolUnavailable(f"{self._url}{target[:40]}: status {answer.status}")
         return body
+
+
+async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
+    """Raises: PoolUnavailable, aiohttp.ClientError."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > BODY_BYTES_MAX:
+            raise PoolUnavailable(f"{answer.url}: more than {BODY_BYTES_MAX} bytes")
+    return bytes(body)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        return 0
 
 
 def _read_answer(body: bytes) -> dict[str, Replica]:
@@ -108,15 +127,23 @@ def _read_answer(body: bytes) -> dict[str, Replica]:
 
 def _read_entry(entry: Any) -> Replica | None:
     """Return the replica that a reader would take: from memory, where there is one."""
-    if not isinstance(entry, dict) or not entry.get("ok"):
+    if not isinstance(entry, dict) or entry.get("ok") is not True:
         return None
     for name in ("values", "nof_values", "local_disk_values", "disk_values"):
-        for value in entry.get(name) or ():
+        values = entry.get(name)
+        for value in values if isinstance(values, list) else ():
             if isinstance(value, dict):
-                size = value.get("size_", value.get("object_size_", value.get("object_size", 0)))
-                return Replica(
-                    endpoint=str(value.get("transport_endpoint_", "")),
-                    size_bytes=size if isinstance(size, int) else 0,
-                    on_disk=name != "values",
-                )
+                return Replica(_endpoint_of(value), _size_of(value), on_disk=name != "values")
     return None
+
+
+def _endpoint_of(value: Mapping[str, Any]) -> str:
+    names = ("transport_endpoint_", "transport_endpoint")
+    endpoints = (value.get(name) for name in names)
+    return next((e for e in endpoints if isinstance(e, str) and e), "")
+
+
+def _size_of(value: Mapping[str, Any]) -> int:
+    """Return the size, which each kind of replica calls otherwise. 0: it doesn't say."""
+    sizes = (value.get(name) for name in ("size_", "object_size_", "object_size"))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)

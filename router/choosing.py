@@ -27,7 +27,7 @@ from moongate.router.model import (
     Reason,
     Request,
 )
-from moongate.router.pairing import Pair, choose_pair
+from moongate.router.pairing import choose_pair
 from moongate.router.policy import Candidate, Policy, RandomBelow, Ranked, Situation
 
 PLACES = 2
@@ -106,19 +106,19 @@ class Chooser:
 
         `places`: how many are ranked at least, None for all.
         """
-        duty = Duty.WHOLE if request.stays_whole else Duty.ALL
-        hands_over = request.may_hand_over and self.fleet.has_prefill(request.model)
-        local = self._rank(
-            policy, request, random_below, now, excluded, None if hands_over else places, duty
-        )
+        if not (request.may_hand_over and self.fleet.has_prefill(request.model)):
+            duty = Duty.WHOLE if request.stays_whole else Duty.ALL
+            ranking = self._rank(policy, request, random_below, now, excluded, places, duty)
+            if ranking is None:
+                return None
+            return _alone(policy, request, ranking, is_only=len(ranking.group.seats) == 1)
+        local = self._rank(policy, request, random_below, now, excluded, None, Duty.ALL)
         if local is None:
             return None
-        prefill = (
-            self._rank(policy, request, random_below, now, excluded, places, Duty.PREFILL)
-            if hands_over
-            else None
-        )
-        return self._decide(policy, request, local, prefill)
+        prefill = self._rank(policy, request, random_below, now, excluded, places, Duty.PREFILL)
+        if prefill is None:
+            return _alone(policy, request, local, is_only=len(local.group.seats) == 1)
+        return self._pair(policy, request, local, prefill)
 
     def _rank(
         self,
@@ -145,36 +145,31 @@ class Chooser:
         )
         return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
 
-    def _decide(
-        self, policy: Policy, request: Request, local: _Ranking, prefill: _Ranking | None
-    ) -> Choice:
-        """Return where the request goes: to one instance, or to a pair."""
-        pair = Pair(local.ranked, None)
-        if prefill is not None:
-            weights = getattr(policy, "weights", None)
-            pair = choose_pair(
-                local.ranked,
-                prefill.ranked,
-                weights if isinstance(weights, CostWeights) else CostWeights(),
-                request.prompt.token_count if request.prompt is not None else 0,
-                self.fleet.handoff_tokens_per_ms,
-            )
-        is_alone = len(local.group.seats) == 1 and prefill is None
-        decision = _decision(request, policy, pair, is_alone=is_alone)
-        first_leg = None
-        if prefill is not None and pair.prefill is not None:
-            first_leg = prefill.place(request, pair.prefill.candidate)
-        # A request that goes to a pair departs from what prefill instances hold.
-        departure = local.departure if first_leg is None or prefill is None else prefill.departure
+    def _pair(self, policy: Policy, request: Request, local: _Ranking, prefill: _Ranking) -> Choice:
+        """Return where a request goes that may go to two: to a pair, or to one."""
+        weights = getattr(policy, "weights", None)
+        pair = choose_pair(
+            local.ranked,
+            prefill.ranked,
+            weights if isinstance(weights, CostWeights) else CostWeights(),
+            request.prompt.token_count if request.prompt is not None else 0,
+            self.fleet.handoff_tokens_per_ms,
+        )
+        if pair.prefill is None:
+            return _alone(policy, request, local._replace(ranked=pair.ranking), is_only=False)
         chosen, known = local.place(request, pair.ranking[0].candidate)
-        return Choice(chosen, known, decision, departure, first_leg)
+        decision = _decision(request, policy, pair.ranking, pair.prefill, is_only=False)
+        first_leg = prefill.place(request, pair.prefill.candidate)
+        # It departs from what prefill instances hold.
+        return Choice(chosen, known, decision, prefill.departure, first_leg)
 
     def is_covered(self, request: Request, now: float) -> bool:
         """See `RouterCore.covers`."""
         assert request.prompt is not None
         chain, block_tokens = _lineage_chain(request.prompt)
         history_tokens = self.lineages.find_history(chain) * block_tokens
-        enough = history_tokens or request.prompt.token_count - 2 * block_tokens
+        usable_tokens = (request.prompt.token_count - 1) // block_tokens * block_tokens
+        enough = min(history_tokens, usable_tokens) or usable_tokens - block_tokens
         duties = (Duty.ALL, Duty.PREFILL) if request.may_hand_over else (Duty.ALL,)
         for duty in duties:
             group = self.table.group(request.model, now, duty=duty)
@@ -246,20 +241,33 @@ def _lineage_chain(prompt: Prompt) -> tuple[Sequence[BlockHash], int]:
     return known.chain, known.block_tokens
 
 
-def _decision(request: Request, policy: Policy, pair: Pair, is_alone: bool) -> Decision:
-    best = pair.ranking[0]
-    computing = pair.prefill or best  # where the prompt is
-    reason = computing.reason
-    if is_alone and reason is not Reason.POOL_PREFIX:
+def _alone(policy: Policy, request: Request, ranking: _Ranking, *, is_only: bool) -> Choice:
+    """Return the first of a ranking as where a request goes, to be served by it alone."""
+    decision = _decision(request, policy, ranking.ranked, None, is_only=is_only)
+    chosen, known = ranking.place(request, ranking.ranked[0].candidate)
+    return Choice(chosen, known, decision, ranking.departure)
+
+
+def _decision(
+    request: Request,
+    policy: Policy,
+    ranked: Sequence[Ranked],
+    prefill: Ranked | None,
+    *,
+    is_only: bool,
+) -> Decision:
+    computing = prefill or ranked[0]  # where the prompt is
+    candidate, reason = computing.candidate, computing.reason
+    if is_only and reason is not Reason.POOL_PREFIX:  # that says more than that it was the last one
         reason = Reason.ONLY_CHOICE
     elif policy.reads_prompts and request.is_prompt_missing and reason is Reason.LOAD:
         reason = Reason.FALLBACK
     return Decision(
-        policy=policy.name,
-        reason=reason,
-        prompt_tokens=request.prompt.token_count if request.prompt is not None else None,
-        device_tokens=computing.candidate.overlap_tokens,
-        pool_tokens=computing.candidate.pool_tokens,
-        ranking=tuple(pair.ranking),
-        prefill=pair.prefill,
+        policy.name,
+        reason,
+        request.prompt.token_count if request.prompt is not None else None,
+        candidate.overlap_tokens,
+        candidate.pool_tokens,
+        tuple(ranked),
+        prefill,
     )

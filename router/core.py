@@ -30,9 +30,11 @@ from moongate.router.events import (
     Event,
     InstanceAdded,
     InstanceDescribed,
+    InstanceDraining,
     InstancePooled,
     InstanceProbed,
     InstanceRemoved,
+    Outcome,
     PrefillEnded,
     PrefillFailed,
     ReplayEnded,
@@ -148,7 +150,7 @@ class RouterCore:
             case RequestFailed() | PrefillFailed():
                 return self._request_failed(event, now)
             case RequestFinished():
-                return self._requests.finished(event, now)
+                return self._request_finished(event, now)
             case (
                 SourceOpened()
                 | BatchReceived()
@@ -165,6 +167,7 @@ class RouterCore:
                 | InstanceDescribed()
                 | InstanceProbed()
                 | InstancePooled()
+                | InstanceDraining()
             ):
                 return self._fleet_changed(event)
             case WakeUp():
@@ -221,6 +224,18 @@ class RouterCore:
         request = alone(tracked.request) if tracked.is_alone else tracked.request
         choice = self._choose_other(tracked, request, now)
         return self._requests.begin(tracked, choice, now) if choice is not None else None
+
+    def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
+        leg = self._requests.tracked[event.request_id].leg
+        assert leg is not None
+        commands = self._requests.finished(event, now)
+        is_answered = event.outcome is Outcome.ANSWERED
+        if is_answered and event.cached_tokens == 0 and leg.confirmed_tokens:
+            # It had nothing of what it was known to have: perhaps the news was lost.
+            instance = self.fleet.find(leg.holder.instance_id)
+            if instance is not None:
+                commands += self.sources.doubt(leg.holder, instance, now)
+        return commands
 
     def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
         """Choose who else fetches the blocks that a prefill instance keeps for the request."""
@@ -318,7 +333,8 @@ class RouterCore:
         | InstanceRemoved
         | InstanceDescribed
         | InstanceProbed
-        | InstancePooled,
+        | InstancePooled
+        | InstanceDraining,
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
@@ -335,6 +351,9 @@ class RouterCore:
                 self._probed(instance, event)
             case InstancePooled():
                 instance.key_space = event.key_space
+            case InstanceDraining():
+                instance.is_draining = event.is_draining
+                self.candidates.reset()
             case _:
                 assert_never(event)
         return []

@@ -52,6 +52,14 @@ class InstanceProbed:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceDraining:
+    """The instance gets no more work (or again); what it has under way goes on."""
+
+    instance_id: InstanceId
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
 class InstancePooled:
     """How the instance names blocks in a shared pool is known now. None: it doesn't use one."""
 
@@ -75,6 +83,9 @@ class BlocksStored:
     extra_keys: tuple[ExtraKeys | None, ...] | None = None  # one per block; None: none has any
     group: int = 0
     is_full_attention: bool = True
+    needed_tokens: int | None = None
+    """How far back from a position the group must be held for reuse there, `WHOLE_PREFIX` for all of
+    it. None: not told, or it has no say in reuse. Of the group that decides, it is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +243,7 @@ class RequestFinished:
     request_id: RequestId
     outcome: Outcome
     completion_tokens: int | None = None  # of an answer with one choice; None: not told
+    cached_tokens: int | None = None  # of the prompt, by the engine's report; None: not told
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -248,6 +260,7 @@ Event = (
     | InstanceDescribed
     | InstanceProbed
     | InstancePooled
+    | InstanceDraining
     | SourceOpened
     | SourceLost
     | SourceReconnected

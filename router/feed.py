@@ -7,7 +7,7 @@ is `expected`) or SYNCING (it has asked for a replay and keeps live batches back
 - Live batch later than expected: a gap. Ask for `expected` once, keep what comes, apply in order.
 - Live batch earlier than expected: a duplicate if its bytes are those that were applied under this
   number, else the publisher started again: forget everything (a new epoch) and start over.
-- Reconnected, or silent for long: verify. Ask from the last applied batch; its bytes tell whether
+- Reconnected, silent for long, or contradicted by its engine: verify. Ask from the last applied batch; its bytes tell whether
   this is still the same publisher, and what follows it is what was missed.
 - What a replay can't bring back is lost: the source is DEGRADED until its cache is known to be
   empty (a clear, or a restart).
@@ -38,6 +38,10 @@ more look soon afterwards finds it even if the engine has gone idle."""
 
 VERIFY_IDLE_S = 30.0
 """A silent source is asked whether anything was missed (a dropped last message shows no gap)."""
+
+DOUBT_PAUSE_S = 5.0
+"""How often at most a source is asked anew because an engine's report contradicts what it said. The
+report may also be right for another reason: some requests read no cache."""
 
 REPLAY_PATIENCE_S = 10.0
 """A replay that has not ended by then is taken as unanswered. The edge has a shorter time-out."""
@@ -104,6 +108,10 @@ class Feed:
     _has_lost: bool = False  # something that was announced is not known
     _is_unsure: bool = False  # a replay had no answer, so something may have been lost
     _verify_at: float | None = None
+    _certain: int | None = (
+        None  # the batch that is asked for, until a publisher shows that it has it
+    )
+    _doubt_from: float = 0.0  # the next doubt is heeded from then on
 
     # --- what happened ----------------------------------------------------------------------------
 
@@ -158,6 +166,13 @@ class Feed:
             # not take in quickly), and can be had from there.
             return [self._ask(self.expected, _State.SYNCING, now)]
         return self._end_replay(is_complete, now)
+
+    def doubted(self, now: float) -> list[FeedAction]:
+        """What was announced seems not to be so: look now whether anything was missed."""
+        if self._state is not _State.LIVE or not self.has_replay or now < self._doubt_from:
+            return []
+        self._doubt_from = now + DOUBT_PAUSE_S
+        return [self._verify(now)]
 
     def woke(self, now: float) -> list[FeedAction]:
         due = self.next_wake()
@@ -216,6 +231,7 @@ class Feed:
         if self._state is _State.VERIFYING:
             if self._digests.get(batch.sequence) == batch.digest:
                 self._state = _State.SYNCING
+                self._certain = None
                 return []
             # Another publisher, or one that has forgotten our place: nothing we know is certain.
             actions += self._restart()
@@ -311,12 +327,20 @@ class Feed:
         self.expected = 0
         self._has_lost = self._is_unsure = False
         self._digests.clear()
+        self._certain = None
         self._is_started = False
         return [Forget()]
 
     def _verify(self, now: float) -> Ask:
-        state = _State.VERIFYING if self.expected > 0 else _State.SYNCING
-        return self._ask(max(self.expected - 1, 0), state, now)
+        """Ask for the last batch that is certainly of the publisher that we know.
+
+        Batches that came after a question without an answer may be of another one already.
+        """
+        if self.expected == 0:
+            return self._ask(0, _State.SYNCING, now)
+        if self._certain is None:
+            self._certain = self.expected - 1
+        return self._ask(self._certain, _State.VERIFYING, now)
 
     def _ask(self, from_sequence: int, state: _State, now: float) -> Ask:
         self._state = state

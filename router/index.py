@@ -6,10 +6,13 @@ integers and a block's holders a bit mask per tier, so that one look-up tells th
 overlap of a prompt with the whole fleet is found by bisection. A block with one holder costs a table
 entry and its name, since holders' own masks are shared.
 
+Blocks are those of a model's full-attention group. A holder of a hybrid model has side groups as well,
+whose copies are kept apart; they are asked only where such a holder has an overlap (`find_overlaps`).
+
 Not here: what an engine calls its blocks (`ledger.py`), in which order events come (`feed.py`),
 what an overlap is worth (`cost.py`).
 
-Invariants: every set bit belongs to a known holder; `count` equals the bits set; a block is never
+Invariants: every set bit belongs to a known holder, in a side group to a member of it; a block is never
 predicted for a holder that holds it confirmed on the device.
 """
 
@@ -18,9 +21,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from moongate.router.model import BlockHash, Holder, Tier
+from moongate.router.copies import GroupCopies, take_one
+from moongate.router.model import BlockHash, Holder, SideGroup, Tier
 
 STALE_EXPIRIES_MAX = 100_000
 """Blocks that may be scheduled to expire beyond those predicted twice over, before the schedule is
@@ -29,21 +33,12 @@ made anew: a prefix that is predicted with each turn leaves an entry each time."
 PREDICTIONS_MAX = 65_536
 """Predicted blocks of a holder whose capacity isn't known: a million tokens at block size 16."""
 
+WALK_BLOCKS_MAX = 2_048
+"""How far a side group's next block is looked for: 32 K tokens at block size 16, many turns of a
+conversation. What could be reused only up to before that is not credited."""
+
 NEAR_BLOCKS = 4
 """Blocks before the end of an overlap that are looked up one by one."""
-
-
-K = TypeVar("K")
-
-
-def take_one(counts: Counter[K], key: K) -> bool:
-    """Count one less of a key, and return True; False if there is none."""
-    if key not in counts:
-        return False
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
-    return True
 
 
 class Overlap(NamedTuple):
@@ -68,12 +63,13 @@ class OwnershipIndex:
         self._by_number: dict[int, Holder] = {}
         self._bits: dict[Holder, int] = {}  # 1 << number: one object for all blocks of its own
         self._free_numbers: list[int] = []
-        self._masks: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in Tier}
-        # What counts for an overlap: the engine brings copies on its host and disk back itself.
-        self._reusable = [self._masks[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
-        self._counts: dict[Holder, dict[Tier, int]] = {}
+        self._main = GroupCopies()
+        self._masks, self._reusable = self._main.masks, self._main.reusable
+        self._sides: dict[SideGroup, GroupCopies] = {}
+        self._members: dict[SideGroup, int] = {}  # a mask
+        self._memberships: Counter[tuple[Holder, SideGroup]] = Counter()
+        self._hybrid = 0  # the mask of holders that have side groups
         self._total = 0
-        self._repeats: Counter[tuple[Holder, Tier, BlockHash]] = Counter()
         self._predicted_masks: dict[BlockHash, int] = {}
         self._predicted: dict[Holder, dict[BlockHash, float]] = {}  # block -> expires_at
         self._predicted_total = 0
@@ -100,14 +96,15 @@ class OwnershipIndex:
         self._numbers[holder] = number
         self._by_number[number] = holder
         self._bits[holder] = 1 << number
-        self._counts[holder] = dict.fromkeys(Tier, 0)
+        self._main.counts[holder] = dict.fromkeys(Tier, 0)
         self._predicted[holder] = {}
 
     def remove_holder(self, holder: Holder) -> None:
         """Forget a holder that has nothing confirmed any more."""
-        assert not any(self._counts[holder].values()), (holder, self._counts[holder])
+        assert self._main.is_empty_of(holder), (holder, self._main.counts[holder])
+        assert not self._bits[holder] & self._hybrid, holder
         self.forget_predictions(holder)
-        del self._counts[holder], self._predicted[holder], self._capacities[holder]
+        del self._main.counts[holder], self._predicted[holder], self._capacities[holder]
         number = self._numbers.pop(holder)
         del self._by_number[number], self._bits[holder]
         self._free_numbers.append(number)
@@ -119,9 +116,39 @@ class OwnershipIndex:
         """
         return sum(self._bits[holder] for holder in set(holders) if holder in self._bits)
 
+    def join(self, holder: Holder, side: SideGroup) -> None:
+        """Let the holder's overlaps depend on this side group too, until it has left as often."""
+        copies = self._sides.setdefault(side, GroupCopies())
+        copies.counts.setdefault(holder, dict.fromkeys(Tier, 0))
+        self._memberships[holder, side] += 1
+        self._members[side] = self._members.get(side, 0) | self._bits[holder]
+        self._hybrid |= self._bits[holder]
+
+    def leave(self, holder: Holder, side: SideGroup) -> None:
+        """End a membership; with the last one nothing must be left in the group."""
+        if not take_one(self._memberships, (holder, side)) or self.is_member(holder, side):
+            return
+        copies = self._sides[side]
+        assert copies.is_empty_of(holder), (holder, side, copies.counts[holder])
+        del copies.counts[holder]
+        self._members[side] ^= self._bits[holder]
+        if not self._members[side]:
+            del self._members[side], self._sides[side]
+        if not self.sides_of(holder):
+            self._hybrid ^= self._bits[holder]
+
+    def is_member(self, holder: Holder, side: SideGroup) -> bool:
+        return (holder, side) in self._memberships
+
     # --- confirmed --------------------------------------------------------------------------------
 
-    def store(self, holder: Holder, tier: Tier, blocks: Sequence[BlockHash]) -> int:
+    def store(
+        self,
+        holder: Holder,
+        tier: Tier,
+        blocks: Sequence[BlockHash],
+        side: SideGroup | None = None,
+    ) -> int:
         """Note confirmed copies. Return how many, from the first on, were noted before it was full.
 
         A holder's block may be announced under two names or by two sources; it is then held until
@@ -130,45 +157,34 @@ class OwnershipIndex:
         room = self._blocks_max - self._total
         if len(blocks) > room:
             blocks = blocks[:room]
-        masks, bit = self._masks[tier], self._bits[holder]
-        repeats = 0
-        for block in blocks:
-            mask = masks.get(block)
-            if mask is None:
-                masks[block] = bit
-            elif mask & bit:
-                self._repeats[holder, tier, block] += 1
-                repeats += 1
-            else:
-                masks[block] = mask | bit
         self._total += len(blocks)
-        self._counts[holder][tier] += len(blocks) - repeats
+        if side is not None:
+            self._sides[side].store(holder, self._bits[holder], tier, blocks)
+            return len(blocks)
+        self._main.store(holder, self._bits[holder], tier, blocks)
         if tier is Tier.DEVICE:
             self._confirm(holder, blocks)
         return len(blocks)
 
-    def remove(self, holder: Holder, tier: Tier, blocks: Sequence[BlockHash]) -> None:
+    def remove(
+        self,
+        holder: Holder,
+        tier: Tier,
+        blocks: Sequence[BlockHash],
+        side: SideGroup | None = None,
+    ) -> None:
         """Note that confirmed copies are gone. One that isn't known is no error."""
-        masks, bit = self._masks[tier], self._bits[holder]
-        gone = repeats = 0
-        for block in blocks:
-            mask = masks.get(block, 0)
-            if not mask & bit:
-                continue
-            if self._repeats and take_one(self._repeats, (holder, tier, block)):
-                repeats += 1
-                continue
-            gone += 1
-            if mask == bit:
-                del masks[block]
-            else:
-                masks[block] = mask ^ bit
-        self._total -= gone + repeats
-        self._counts[holder][tier] -= gone
+        copies = self._main if side is None else self._sides[side]
+        self._total -= copies.remove(holder, self._bits[holder], tier, blocks)
 
-    def count(self, holder: Holder, tier: Tier) -> int:
+    def count(self, holder: Holder, tier: Tier, side: SideGroup | None = None) -> int:
         """Return the blocks that the holder has confirmed on this tier."""
-        return self._counts[holder][tier]
+        copies = self._main if side is None else self._sides[side]
+        return copies.counts[holder][tier]
+
+    def sides_of(self, holder: Holder) -> list[SideGroup]:
+        """Return the side groups on which the holder's overlaps depend."""
+        return [side for side, copies in self._sides.items() if holder in copies.counts]
 
     @property
     def total(self) -> int:
@@ -295,8 +311,11 @@ class OwnershipIndex:
         then confirmed on the blocks just before. A hole further inside (after events were lost, or
         with an engine that evicts in another order) makes an overlap too long, never too short: one
         cost is misjudged, and the engine computes what it lacks as always.
+        Of a holder with side groups the confirmed blocks are those up to the last position at which
+        each side group has what it needs; predicted ones will have it.
         Cost: O(different overlaps x log(usable_blocks)), however many holders share one; O(1) for one
-        of `likely_blocks`, the length of a turn that is continued.
+        of `likely_blocks`, the length of a turn that is continued. A side group adds what it needs, and
+        a step for each block over which it lacks that (at most `WALK_BLOCKS_MAX`).
         Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py`, `find_longest_cache_hit` and
         `free`; docs/decisions/0006.
         """
@@ -313,6 +332,8 @@ class OwnershipIndex:
         }
         if self._predicted_masks:
             self._add_predicted(overlaps, chain, end, among, confirmed)
+        if self._hybrid & among:
+            self._heed_sides(overlaps, chain, among, confirmed)
         return overlaps
 
     def _add_predicted(
@@ -333,6 +354,30 @@ class OwnershipIndex:
                 for longer, blocks in _leading_blocks(have, start, end, going_on):
                     for holder in self._holders(longer):
                         overlaps[holder] = Overlap(start, blocks)
+
+    def _heed_sides(
+        self,
+        overlaps: dict[Holder, Overlap],
+        chain: Sequence[BlockHash],
+        among: int,
+        confirmed: Sequence[tuple[int, int]],
+    ) -> None:
+        """Shorten confirmed overlaps to where the holders' side groups allow reuse."""
+        sides = [
+            (side, self._members[side], _look_up(_own_blocks(chain, side), copies.reusable))
+            for side, copies in self._sides.items()
+            if self._members[side] & among
+        ]
+        for mask, end in confirmed:
+            for shorter, blocks in _reusable_ends(sides, mask & self._hybrid, end):
+                for holder in self._holders(shorter):
+                    # What was predicted to follow will be computed, with all that it needs.
+                    going_on = overlaps[holder].blocks
+                    if going_on == end:
+                        going_on = blocks
+                    overlaps[holder] = Overlap(blocks, going_on)
+                    if not going_on:
+                        del overlaps[holder]
 
     def _holders(self, mask: int) -> Iterator[Holder]:
         while mask:
@@ -356,6 +401,61 @@ def _look_up(
         return mask
 
     return have
+
+
+def _own_blocks(chain: Sequence[BlockHash], side: SideGroup) -> Sequence[BlockHash]:
+    """Return the hashes of a side group's blocks: each has that of the block it ends with."""
+    step = side.stride_blocks
+    return chain if step == 1 else chain[step - 1 :: step]
+
+
+def _reusable_ends(
+    sides: Sequence[tuple[SideGroup, int, Callable[[int], int]]], mask: int, end: int
+) -> list[tuple[int, int]]:
+    """Return up to where holders in `mask`, who have the blocks up to `end`, can reuse them.
+
+    Each entry is a mask and the number of leading blocks. `sides`: each one's members, and who has the
+    block of it at a position. What shortens one may let another fail, so all are asked again.
+    Source: vLLM 0.32 `v1/core/kv_cache_coordinator.py`, `HybridKVCacheCoordinator`.
+    """
+    found: list[tuple[int, int]] = []
+    spans = [(mask, end)] if mask else []
+    while spans:
+        mask, end = spans.pop()
+        for side, members, have in sides:
+            for shortened, blocks in _shortened(side, have, mask & members, end):
+                mask ^= shortened
+                spans.append((shortened, blocks))
+        if mask:
+            found.append((mask, end))
+    return found
+
+
+def _shortened(
+    side: SideGroup, have: Callable[[int], int], mask: int, end: int
+) -> list[tuple[int, int]]:
+    """Return who of `mask` can't reuse the blocks up to `end`, and up to where they perhaps can."""
+    step, count = side.stride_blocks, end // side.stride_blocks
+    if not mask or not end:
+        return []
+    if count * step < end:
+        return [(mask, count * step)]
+    if side.needed_blocks is None:
+        begun = mask & have(0)
+        ends = [(m, n * step) for m, n in _leading_blocks(have, 0, count, begun) if n < count]
+        return ends if begun == mask else [*ends, (mask ^ begun, 0)]
+    ends = []
+    for position in range(count - 1, max(count - side.needed_blocks, 0) - 1, -1):
+        missing = mask & ~have(position)
+        if missing:
+            mask ^= missing
+            lower, last = position, max(position - WALK_BLOCKS_MAX, 0)
+            while lower > last and not missing & have(lower - 1):  # the least that they need
+                lower -= 1
+            ends.append((missing, lower * step if lower > last else 0))
+            if not mask:
+                break
+    return ends
 
 
 def _leading_blocks(

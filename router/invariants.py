@@ -6,7 +6,7 @@ from collections import Counter
 
 from moongate.router.core import RouterCore
 from moongate.router.load import Load
-from moongate.router.model import Holder, Tier
+from moongate.router.model import Holder, SideGroup, Tier
 from moongate.router.requests import Tracked
 
 
@@ -75,16 +75,24 @@ def _check_trials(core: RouterCore) -> None:
 
 
 def _check_index_equals_ledgers(core: RouterCore) -> None:
-    counts: Counter[tuple[Holder, Tier]] = Counter()
-    blocks: Counter[tuple[Holder, Tier, bytes]] = Counter()
+    blocks: Counter[tuple[Holder, SideGroup | None, Tier, bytes]] = Counter()
+    members: set[tuple[Holder, SideGroup | None]] = {(h, None) for h in core.index.holders}
     for _, state in core.sources:
+        holder = state.ledger.holder
+        members |= {(holder, side) for side in state.ledger.sides}
         for tier, block in state.ledger.held():
-            blocks[state.ledger.holder, tier, block] += 1
-    for holder, tier, _ in blocks:
-        counts[holder, tier] += 1
+            blocks[holder, None, tier, block] += 1
+        for side_group, tier, block in state.ledger.held_by_sides():
+            blocks[holder, side_group, tier, block] += 1
+    counts = Counter((holder, side, tier) for holder, side, tier, _ in blocks)
     for holder in core.index.holders:
-        for tier in Tier:
-            assert core.index.count(holder, tier) == counts[holder, tier], (holder, tier)
+        for side in (None, *core.index.sides_of(holder)):
+            assert (holder, side) in members, (holder, side)
+            members.remove((holder, side))
+            for tier in Tier:
+                count = core.index.count(holder, tier, side)
+                assert count == counts[holder, side, tier], (holder, side, tier)
+    assert not members, members
     assert core.index.total == blocks.total() <= core.limits.index_blocks_max
 
 

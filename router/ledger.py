@@ -1,26 +1,28 @@
 """What one source announced, translated: the engine's names for blocks to ours.
 
-An engine may hold several physical copies of one block and announces each as stored and as removed
-(vLLM does not de-duplicate), so copies are counted and a block is gone with its last copy. Our hash
-of a block follows from its parent's, its tokens and its extra keys; a block whose parent was never
-announced can't be named and is an orphan.
+Our hash of a block follows from its parent's, its tokens and its extra keys; a block whose parent was
+never announced can't be named and is an orphan.
 
-A name costs an entry in one table; further copies, which are few, are counted beside it.
+With several KV groups (hybrid attention) the first full-attention group that speaks is the main one: it
+needs every block of a prefix, so its blocks name those of the others (`side_names.py`).
 
 Invariant: the index holds, for this holder, exactly the blocks whose copies are counted here.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moongate.router.blocks import TOKEN_BYTES, extend_chain, root_hash
 from moongate.router.events import BlocksRemoved, BlocksStored
-from moongate.router.index import OwnershipIndex, take_one
-from moongate.router.model import BlockHash, BlockSpace, EngineHash, Holder, Tier
+from moongate.router.index import OwnershipIndex
+from moongate.router.model import BlockHash, BlockSpace, EngineHash, Holder, SideGroup, Tier
+from moongate.router.names import Names
+from moongate.router.side_names import SideNames, side_of
+
+SIDE_GROUPS_MAX = 64
+"""KV groups beside the main one; models have one to ten. Those past it are ignored."""
 
 
 @dataclass(slots=True)
@@ -43,29 +45,38 @@ class Stored:
     blocks: Sequence[BlockHash]
 
 
-@dataclass(slots=True)
+NOTHING_STORED = Stored(None, ())
+
+
 class Ledger:
     """The blocks of one holder by the engine's names."""
 
-    holder: Holder
-    index: OwnershipIndex
-    counts: LedgerCounts = field(default_factory=LedgerCounts)
-    block_size_tokens: int | None = None  # as the events say
-    _names: dict[Tier, dict[EngineHash, BlockHash]] = field(
-        default_factory=lambda: {tier: {} for tier in Tier}
-    )
-    _copies: Counter[tuple[Tier, EngineHash]] = field(default_factory=Counter)  # beside the first
-    _group: int | None = None  # the KV group whose blocks decide reuse
+    def __init__(self, holder: Holder, index: OwnershipIndex) -> None:
+        self.index = index
+        self.counts = LedgerCounts()
+        self.block_size_tokens: int | None = None  # as the events say
+        self._main = Names(holder, index)
+        self._group: int | None = None  # the main one
+        self._sides: dict[int, SideNames] = {}
+
+    @property
+    def holder(self) -> Holder:
+        return self._main.holder
 
     def store(self, event: BlocksStored) -> Stored | None:
         """Note stored blocks and return them. None: something in the event could not be used."""
-        count = len(event.engine_hashes)
-        if not self._decides_reuse(event):
-            self.counts.ignored_blocks += count
-            return Stored(None, ())
+        if event.tier is Tier.POOL:  # no holder's own: the pool's directory has them
+            return self._ignore(event)
+        if self._group is None and event.is_full_attention:
+            self._group = event.group
+        if event.group != self._group:
+            return self._store_side(event)
+        if self._is_part_of_block(event):
+            return self._ignore(event)
         if not _is_well_formed(event):
             self.counts.malformed_events += 1
             return None
+        count = len(event.engine_hashes)
         parent = self._parent_hash(event)
         if parent is None:
             self.counts.orphan_blocks += count
@@ -73,58 +84,56 @@ class Ledger:
         self.block_size_tokens = event.block_size_tokens
         blocks = extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
         self.counts.stored_blocks += count
-        is_whole = self._note(event.tier, event.engine_hashes, blocks)
-        return Stored(parent, blocks) if is_whole else None
+        refused = self._main.note(event.tier, event.engine_hashes, blocks)
+        if self._sides:
+            refused += self._name_sides(event, blocks)
+        self.counts.refused_blocks += refused
+        return None if refused else Stored(parent, blocks)
 
     def remove(self, event: BlocksRemoved) -> None:
         """Note that one copy of each block is gone. Names that aren't known are no error."""
-        if self._group is not None and event.group != self._group:
-            return
-        names, gone = self._names[event.tier], []
-        for engine_hash in event.engine_hashes:
-            if self._copies and take_one(self._copies, (event.tier, engine_hash)):
-                self.counts.removed_blocks += 1
-                continue
-            block = names.pop(engine_hash, None)
-            if block is not None:
-                gone.append(block)
-        self.counts.removed_blocks += len(gone)
-        self.index.remove(self.holder, event.tier, gone)
+        names: Names | SideNames | None = self._main
+        if event.group != self._group:
+            names = self._sides.get(event.group)
+        if names is not None:
+            self.counts.removed_blocks += names.remove(event.tier, event.engine_hashes)
 
     def clear(self, tier: Tier | None = None) -> None:
         """Forget what this source announced, on one tier or (None) altogether."""
         for cleared in Tier if tier is None else (tier,):
-            self.index.remove(self.holder, cleared, list(self._names[cleared].values()))
-            self._names[cleared].clear()
-            for name in [name for name in self._copies if name[0] is cleared]:
-                del self._copies[name]
+            self._main.clear(cleared)
+            for side in self._sides.values():
+                side.clear(cleared)
         if tier is None:
             # Whatever comes next may be another engine.
             self._group = self.block_size_tokens = None
+            for side in self._sides.values():
+                side.leave()
+            self._sides.clear()
 
     def move(self, holder: Holder) -> None:
         """Attribute all that was announced to another holder, known to the index."""
-        for tier, names in self._names.items():
-            blocks = list(names.values())
-            self.index.remove(self.holder, tier, blocks)
-            self.index.store(holder, tier, blocks)
-        self.holder = holder
+        self._main.move(holder)
+        for side in self._sides.values():
+            side.move(holder)
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._names.values())
+        return self._main.is_empty and all(side.is_empty for side in self._sides.values())
 
     def held(self) -> Iterator[tuple[Tier, BlockHash]]:
-        """Iterate over all that the holder has, as the index knows it."""
-        return ((tier, block) for tier, names in self._names.items() for block in names.values())
+        """Iterate over all that the holder has in its main group, as the index knows it."""
+        return self._main.held()
 
-    def engine_hashes(self, tier: Tier) -> set[EngineHash]:
-        """Return the engine's names of all blocks on this tier (for comparison with the engine)."""
-        return set(self._names[tier])
+    def held_by_sides(self) -> Iterator[tuple[SideGroup, Tier, BlockHash]]:
+        """Iterate over all that the holder has in its side groups, as the index knows it."""
+        for names in self._side_names():
+            for tier, block in names.held():
+                yield side_of(names), tier, block
 
     def names_of(self, event: BlocksStored) -> Sequence[BlockHash]:
         """Return our names of blocks that were stored elsewhere, as far as they can be told."""
-        device = self._names[Tier.DEVICE]
+        device = self._main.tiers[Tier.DEVICE]
         known = [block for name in event.engine_hashes if (block := device.get(name)) is not None]
         if known or not event.tokens or not _is_well_formed(event):
             return known
@@ -134,52 +143,63 @@ class Ledger:
             return ()
         return extend_chain(parent, event.tokens, event.block_size_tokens, event.extra_keys)
 
-    def _decides_reuse(self, event: BlocksStored) -> bool:
-        """Tell whether the event is of the group that decides how long a prefix can be reused.
+    @property
+    def sides(self) -> list[SideGroup]:
+        """Return the side groups that the holder's overlaps depend on by what this source said."""
+        return [side_of(names) for names in self._side_names()]
 
-        With several groups (hybrid attention) full attention needs every block of a prefix, so
-        its blocks bound the reuse; the first full-attention group that speaks is taken.
-        Pool copies are no holder's own: the pool's directory has them.
+    def engine_hashes(self, tier: Tier, group: int | None = None) -> set[EngineHash]:
+        """Return the engine's names of all blocks on this tier (for comparison with the engine).
+
+        Of the main group, or of that side group.
         """
-        if event.tier is Tier.POOL or not event.is_full_attention:
-            return False
-        if self._group is None:
-            self._group = event.group
-        return event.group == self._group
+        if group is None or group == self._group:
+            return set(self._main.tiers[tier])
+        names = self._sides[group].names if group in self._sides else None
+        return set() if names is None else set(names.tiers[tier])
+
+    def _side_names(self) -> Iterator[Names]:
+        return (side.names for side in self._sides.values() if side.names is not None)
+
+    def _is_part_of_block(self, event: BlocksStored) -> bool:
+        """Tell whether the event is of a prefix that ends within a block.
+
+        Engines that keep several groups may announce where in a block work could go on, as a smaller
+        block of the main group. Prompts aren't hashed that finely, so it is of no use here.
+        Source: vLLM 0.32 `v1/core/block_pool.py`, `cache_partial_block`.
+        """
+        size = self.block_size_tokens
+        return size is not None and bool(self._sides) and event.block_size_tokens < size
+
+    def _ignore(self, event: BlocksStored) -> Stored:
+        self.counts.ignored_blocks += len(event.engine_hashes)
+        return NOTHING_STORED
+
+    def _store_side(self, event: BlocksStored) -> Stored | None:
+        side = self._sides.get(event.group)
+        if side is None:
+            needed_tokens, size = event.needed_tokens, event.block_size_tokens
+            if needed_tokens is None or not size or len(self._sides) == SIDE_GROUPS_MAX:
+                return self._ignore(event)
+            side = self._sides[event.group] = SideNames(event.group, needed_tokens, size)
+            if self.block_size_tokens is not None:
+                side.join(self.holder, self.index, self.block_size_tokens)
+        self.counts.stored_blocks += len(event.engine_hashes)
+        refused = side.store(event.tier, event.engine_hashes, self._main)
+        self.counts.refused_blocks += refused
+        return None if refused else NOTHING_STORED
+
+    def _name_sides(self, event: BlocksStored, blocks: Sequence[BlockHash]) -> int:
+        refused = 0
+        for side in self._sides.values():
+            side.join(self.holder, self.index, event.block_size_tokens)
+            refused += side.name(event.engine_hashes, blocks)
+        return refused
 
     def _parent_hash(self, event: BlocksStored) -> BlockHash | None:
         if event.parent is None:
             return root_hash(BlockSpace(event.block_size_tokens, event.lora_name))
-        for tier in (event.tier, *Tier):
-            block = self._names[tier].get(event.parent)
-            if block is not None:
-                return block
-        return None
-
-    def _note(
-        self, tier: Tier, engine_hashes: Sequence[EngineHash], blocks: Sequence[BlockHash]
-    ) -> bool:
-        """Note copies of blocks by the engine's names. False: the index was full before the end."""
-        names = self._names[tier]
-        fresh: dict[EngineHash, BlockHash] = {}
-        for engine_hash, block in zip(engine_hashes, blocks, strict=True):
-            known = names.get(engine_hash)
-            if known is None:
-                fresh[engine_hash] = block
-            elif known == block:
-                self._copies[tier, engine_hash] += 1
-            else:
-                # One engine name, two contents: a hash collision of 64-bit names, or a lost removal.
-                self._forget(tier, engine_hash)
-                fresh[engine_hash] = block
-        noted = self.index.store(self.holder, tier, list(fresh.values()))
-        self.counts.refused_blocks += len(fresh) - noted
-        names.update(itertools.islice(fresh.items(), noted))
-        return noted == len(fresh)
-
-    def _forget(self, tier: Tier, engine_hash: EngineHash) -> None:
-        self.index.remove(self.holder, tier, (self._names[tier].pop(engine_hash),))
-        self._copies.pop((tier, engine_hash), None)
+        return self._main.find(event.parent, event.tier)
 
 
 def _is_well_formed(event: BlocksStored) -> bool:

@@ -6,6 +6,7 @@ that a URL, a model name and an id can't be mixed up; absent is `None`, never -1
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -95,6 +96,22 @@ class BlockSpace(NamedTuple):
 
     block_size_tokens: int
     lora_name: str | None = None
+
+
+WHOLE_PREFIX = sys.maxsize
+"""The needed tokens of a KV group in which every token looks back at all those before it."""
+
+
+class SideGroup(NamedTuple):
+    """A KV group beside the one that the index's blocks are of, and what reuse asks of it.
+
+    A prefix can be reused up to where this group, too, holds its last `needed_blocks` (or all of it,
+    where there are fewer): layers that look back only over a window need no more.
+    """
+
+    number: int  # `group_idx` of the engine's events
+    needed_blocks: int | None  # of its own; None: all of a prefix
+    stride_blocks: int  # of the index, that one of its own spans
 
 
 TEXT_SPACE = BlockSpace(0)

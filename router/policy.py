@@ -220,7 +220,7 @@ class KvCost:
             c.overlap_tokens and c.overlap_tokens * worth_by_trust[c.trust] for c in candidates
         ]
         reuses = worths if not situation.request.pool else [
-            worth if c.pool is None else max(worth, c.pool.tokens * c.pool.weight)
+            worth if c.pool is None else _with_pool(c, c.pool, worth)
             for c, worth in zip(candidates, worths, strict=True)
         ]  # fmt: skip
         pricing = Pricing(
@@ -338,6 +338,11 @@ def price_all(
     if fetches_ms is not None:
         return [cost + fetch for cost, fetch in zip(costs_ms, fetches_ms, strict=True)]
     return costs_ms
+
+
+def _with_pool(candidate: Candidate, pool: PoolPart, worth_tokens: float) -> float:
+    """Return what reuse is worth where the pool may go on after an overlap, or stand in for it."""
+    return max(worth_tokens + candidate.pool_tokens * pool.weight, pool.tokens * pool.weight)
 
 
 def _with_terms(

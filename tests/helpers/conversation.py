@@ -86,6 +86,10 @@ class Conversation:
         renderer = ModelRenderer.load(self.model_directory)
         self._words = Words(renderer, random.Random(f"conversation {self.seed}"))
 
+    def text(self, tokens: int) -> str:
+        """Return about so many tokens of new text."""
+        return self._words.text(tokens)
+
     def grow(self, turns: int, tokens: int, **options: Any) -> list[Reply]:
         """Take so many turns, each of about so many new tokens."""
         replies = []

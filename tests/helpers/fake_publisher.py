@@ -6,7 +6,9 @@ Shapes as in vLLM 0.32's `ZmqEventPublisher`; numbering, gaps and restarts are t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,15 +54,21 @@ def stored_array(
 class FakePublisher:
     """Publishes what it is told; keeps what it published for replay unless told to forget."""
 
-    def __init__(self, *, has_replay: bool = True, has_topic_frame: bool = True) -> None:
+    def __init__(
+        self, *, has_replay: bool = True, has_topic_frame: bool = True, port: int | None = None
+    ) -> None:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
         for sock in (self._pub, self._router):
             sock.setsockopt(zmq.LINGER, 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
-        port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.replay_endpoint = f"tcp://127.0.0.1:{port}" if has_replay else None
+        if port is None:
+            port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        else:
+            self._pub.bind(f"tcp://127.0.0.1:{port}")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_endpoint = f"tcp://127.0.0.1:{replay_port}" if has_replay else None
         self._has_topic_frame = has_topic_frame
         self.buffer: dict[int, bytes] = {}
         self.replay_requests: list[int] = []
@@ -111,6 +119,27 @@ class FakePublisher:
         self._replaying.cancel()
         await asyncio.gather(self._replaying, return_exceptions=True)
         self._context.destroy(linger=0)
+
+
+def first_of_free_ports(count: int) -> int:
+    """Return the first of so many ports in a row that were free a moment ago."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(_bound(0)).getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for port in range(first + 1, first + count):
+                    stack.enter_context(_bound(port))
+                return int(first)
+
+
+def _bound(port: int) -> socket.socket:
+    sock = socket.socket()
+    try:
+        sock.bind(("127.0.0.1", port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def announce(engine: FakeEngine, *publishers: FakePublisher, first_rank: int = 0) -> None:

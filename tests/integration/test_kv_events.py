@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
+import msgspec
 import pytest
-from fake_engine import FakeEngine
-from fake_publisher import FakePublisher, announce, stored_array, stored_map, tokens_of
+from fake_engine import FakeEngine, Received, chat_answer
+from fake_publisher import (
+    FakePublisher,
+    announce,
+    first_of_free_ports,
+    stored_array,
+    stored_map,
+    tokens_of,
+)
 from live_gateway import LiveGateway, live_gateway, until
 
 from moongate.router import Holder, InstanceId, SourceId, Tier, Trust
@@ -17,6 +26,9 @@ from moongate.router import Holder, InstanceId, SourceId, Tier, Trust
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 A, B = InstanceId("a"), InstanceId("b")
+
+HEALTH_INTERVAL_S = 2.0
+"""How often a gateway looks at an engine by default."""
 
 
 @contextlib.asynccontextmanager
@@ -130,6 +142,63 @@ async def test_c57_a_cleared_cache_is_credited_with_nothing() -> None:
         assert await overlaps(gateway, tokens) == {"a": 0}
 
 
+async def test_c57_a_cleared_cache_takes_no_more_than_its_share() -> None:
+    publishers = FakePublisher(), FakePublisher()
+    tokens = tokens_of(33)
+    for publisher in publishers:
+        await publisher.publish(0, [], is_lost=True)
+    async with (
+        engine_with_events(publishers[0]) as a,
+        engine_with_events(publishers[1]) as b,
+        live_gateway([a.url, b.url]) as gateway,
+    ):
+        await until(lambda: gateway.core.sources.are_synced(A))
+        await asyncio.sleep(0.1)
+        await publishers[0].publish(1, [stored_map([1, 2], tokens[:32])])
+        await until(lambda: held(gateway, A) == 2)
+        assert await overlaps(gateway, tokens) == {"a": 32, "b": 0}
+        await publishers[0].publish(2, [{"type": "AllBlocksCleared"}])
+        await until(lambda: held(gateway, A) == 0)
+        for sequence in range(3, 23):
+            assert await overlaps(gateway, tokens) == {"a": 0, "b": 0}
+            answer = await gateway.client.post(
+                "/v1/completions", json={"model": "m", "prompt": tokens}
+            )
+            # The one that took it has it from now on; let both forget it again.
+            assert answer.headers["x-moongate-device-tokens"] == "0"
+            for publisher in publishers:
+                await publisher.publish(sequence, [{"type": "AllBlocksCleared"}])
+            await until(functools.partial(_have_applied, gateway, sequence))
+        assert len(a.received) == len(b.received) == 10
+
+
+def _have_applied(gateway: LiveGateway, sequence: int) -> bool:
+    return all(state.feed.expected > sequence for _, state in gateway.core.sources)
+
+
+async def test_c57_a_lost_clear_is_found_by_the_engines_own_report() -> None:
+    publisher = FakePublisher()
+    tokens = tokens_of(33)
+    await publisher.publish(0, [stored_map([1, 2], tokens[:32])], is_lost=True)
+
+    async def answer(request: Received) -> None:
+        await request.answer(200, chat_answer(cached_tokens=0))
+
+    health = {"interval_s": HEALTH_INTERVAL_S, "timeout_s": 1.0}
+    async with (
+        engine_with_events(publisher) as engine,
+        live_gateway([engine.url], health=health) as gateway,
+    ):
+        await until(lambda: held(gateway, A) == 2)
+        engine.handler = answer
+        await publisher.publish(1, [{"type": "AllBlocksCleared"}], is_lost=True)
+        assert await overlaps(gateway, tokens) == {"a": 32}
+        body = {"model": "m", "prompt": tokens}
+        assert (await gateway.client.post("/v1/completions", json=body)).status_code == 200
+        await until(lambda: held(gateway, A) == 0, HEALTH_INTERVAL_S)
+        assert gateway.core.sources.trust(Holder(A)) is Trust.EXACT
+
+
 async def test_c60_each_rank_has_a_publisher_and_a_cache_of_its_own() -> None:
     ranks = [FakePublisher() for _ in range(4)]
     prompts = [tokens_of(33, seed=n) for n in range(4)]
@@ -146,6 +215,45 @@ async def test_c60_each_rank_has_a_publisher_and_a_cache_of_its_own() -> None:
             assert engine.received[-1].headers["x-data-parallel-rank"] == str(n)
 
 
+async def test_c60_a_base_address_and_a_count_are_enough_and_a_late_rank_joins() -> None:
+    base = first_of_free_ports(4)
+    prompts = [tokens_of(33, seed=n) for n in range(4)]
+    async with FakeEngine() as engine, contextlib.AsyncExitStack() as stack:
+
+        async def speak(rank: int) -> None:
+            publisher = FakePublisher(has_replay=False, port=base + rank)
+            stack.push_async_callback(publisher.close)
+            await until(lambda: _is_heard(publisher, gateway, A, rank, prompts[rank]))
+
+        endpoint = f"tcp://127.0.0.1:{base}"
+        instance = {"id": "a", "url": engine.url, "kv_events": endpoint, "ranks": 4}
+        gateway = await stack.enter_async_context(live_gateway([], instances=[instance]))
+        opened = dict(gateway.server.gateway.monitor.subscribers)
+        assert [s.publisher.endpoint for s in opened.values()] == [
+            f"tcp://127.0.0.1:{base + n}" for n in range(4)
+        ]
+        for rank in (0, 1, 3):
+            await speak(rank)
+        assert held(gateway, A, 2) == 0
+        await speak(2)
+        assert gateway.server.gateway.monitor.subscribers == opened, "none was opened anew"
+        for n in range(4):
+            expected = {f"a@{m}": 16 if m == n else 0 for m in range(4)}
+            assert await overlaps(gateway, prompts[n]) == expected
+
+
+async def _is_heard(
+    publisher: FakePublisher,
+    gateway: LiveGateway,
+    instance: InstanceId,
+    rank: int,
+    prompt: list[int],
+) -> bool:
+    """Publish a rank's first batch until it has come: a subscription takes its time."""
+    await publisher.publish(0, [stored_map([rank], prompt[:16])], rank=rank)
+    return held(gateway, instance, rank) == 1
+
+
 @pytest.mark.parametrize("has_topic_frame", [False, True])
 async def test_c61_replays_are_read_with_and_without_a_topic_frame(has_topic_frame: bool) -> None:
     publisher = FakePublisher(has_topic_frame=has_topic_frame)
@@ -153,7 +261,16 @@ async def test_c61_replays_are_read_with_and_without_a_topic_frame(has_topic_fra
     await publisher.publish(0, [stored_map([1, 2], tokens[:32])], is_lost=True)
     async with engine_with_events(publisher) as engine, live_gateway([engine.url]) as gateway:
         await until(lambda: held(gateway, A) == 2)
+        await until(lambda: gateway.core.sources.are_synced(A))
         assert gateway.core.sources.trust(Holder(A)) is Trust.EXACT
+        await asyncio.sleep(0.1)
+        await publisher.publish(1, [stored_map([3], tokens_of(16, seed=1))])
+        await until(lambda: held(gateway, A) == 3)
+        # The end mark was neither a batch of its own nor a gap up to its number.
+        (source,) = (await gateway.client.get("/admin/index")).json()["sources"]
+        told = ("next_sequence", "batches", "gaps", "lost", "restarts", "unreadable_messages")
+        assert [source[name] for name in told] == [2, 2, 0, 0, 0, {}]
+        assert await gateway.metric("moongate_index_events_total", kind="malformed") == 0
 
 
 async def test_c62_odd_frames_are_counted_and_a_good_one_still_counts() -> None:
@@ -173,6 +290,26 @@ async def test_c62_odd_frames_are_counted_and_a_good_one_still_counts() -> None:
         metric = "moongate_index_events_total"
         await until(lambda: _is(gateway.metric(metric, instance="a", kind="malformed"), 1))
         assert gateway.core.sources.trust(Holder(A)) is Trust.DEGRADED
+
+
+async def test_c62_what_is_no_batch_is_counted_by_reason_and_topics_name_nobody() -> None:
+    publisher = FakePublisher()
+    tokens = tokens_of(49)
+    async with engine_with_events(publisher) as engine, live_gateway([engine.url]) as gateway:
+        await until(lambda: publisher.replay_requests == [0])
+        await asyncio.sleep(0.1)
+        payload = msgspec.msgpack.encode([1.0, [stored_map([1], tokens[:16])], 0])
+        await publisher.send([payload])
+        await publisher.send([b"kv@10.0.0.1@m", b"\0" * 4, payload])
+        await publisher.send([b"other", (0).to_bytes(8, "big"), payload])
+        await publisher.send([b"kv@10.0.0.1@m", (1).to_bytes(8, "big"), b"\xc1"])
+        good = stored_map([2, 3], tokens[16:48], parent=1)
+        await publisher.publish(2, [good], topic=b"kv@10.0.0.1@m")
+        await until(lambda: held(gateway, A) == 3)
+        (source,) = (await gateway.client.get("/admin/index")).json()["sources"]
+        assert source["unreadable_messages"] == {"frame_count": 1, "sequence_size": 1}
+        assert (source["malformed_events"], source["batches"], source["gaps"]) == (1, 3, 0)
+        assert await overlaps(gateway, tokens) == {"a": 48}
 
 
 async def _is(value: Awaitable[float], expected: float) -> bool:

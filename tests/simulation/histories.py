@@ -6,17 +6,19 @@ at a time, hands the event to a `RouterCore`, and checks what comes back. As in 
 history enables only some kinds of things, so that rare combinations get long runs of their own.
 
 The truth of a cache is the simplest there is: a list of physical copies, the least recently used
-first. Tokens are small numbers and block sizes 2, 3 and 4, so that prompts share prefixes often.
+first, of all KV groups (some engines serve a hybrid model, and have groups beside the main one). Tokens are small numbers and block sizes 2, 3 and 4, so that prompts share prefixes often.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from moongate.router import (
     BatchReceived,
@@ -30,11 +32,14 @@ from moongate.router import (
     InstanceDescribed,
     InstanceFacts,
     InstanceId,
+    InstancePooled,
     InstanceProbed,
     InstanceRemoved,
     InstanceSpec,
+    KeySpace,
     ModelCard,
     Outcome,
+    PoolPart,
     PrefillEnded,
     PrefillFailed,
     Prompt,
@@ -71,9 +76,10 @@ from moongate.router.events import (
     KvEvent,
 )
 from moongate.router.invariants import check
-from moongate.router.model import TEXT_SPACE, BlockHash, Duty
+from moongate.router.model import TEXT_SPACE, WHOLE_PREFIX, BlockHash, Duty
 
 MODEL, ADAPTER = "m", "ad-1"
+KEY_SPACES = (KeySpace("k"), KeySpace("l"))
 POLICIES = ("kv_cost", "kv_cost", "prefix_affinity", "round_robin", "random", "power_of_two")
 CACHE_COPIES_MAX = 12
 PROMPT_TOKENS_MAX = 20
@@ -83,6 +89,8 @@ HEALED_S = 75.0
 
 FORGOTTEN_S = 700.0
 """Longer than every prediction of the core."""
+
+MAIN_GROUP = 0
 
 Tokens = tuple[int, ...]
 
@@ -94,6 +102,9 @@ def chain(space: BlockSpace, tokens: Tokens) -> tuple[BlockHash, ...]:
 
 # --- the truth ------------------------------------------------------------------------------------
 
+Held = tuple[int, Tier, BlockHash]
+"""A block that a holder has: of which group, and where."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -103,6 +114,15 @@ class Copy:
     prefix: Tokens
     lora: str | None
     name: int
+    group: int = MAIN_GROUP
+
+
+class Side(NamedTuple):
+    """A group beside the main one: what of a prompt it keeps, and in blocks of which size."""
+
+    number: int
+    needed_tokens: int
+    size: int
 
 
 @dataclass(slots=True)
@@ -125,6 +145,8 @@ class Engine:
     rank: int | None  # as its events tell it
     size: int
     buffer_batches: int
+    sides: tuple[Side, ...] = ()
+    is_main_last: bool = False  # in the order in which the groups speak
     process: int = 0
     copies: list[Copy] = field(default_factory=list)
     sequence: int = 0
@@ -137,28 +159,44 @@ class Engine:
         self, tokens: Tokens, lora: str | None, tier: Tier, as_copy: bool, alias: int
     ) -> None:
         """Cache a prompt's blocks, evicting others; `alias` tells apart two names of a block."""
-        prefixes = [tokens[:end] for end in range(self.size, len(tokens) + 1, self.size)]
-        wanted = [Copy(tier, p, lora, self._name(p, lora, alias)) for p in prefixes]
+        wanted = [
+            Copy(tier, prefix, lora, self._name(prefix, lora, alias), group)
+            for group, ends in self._kept_ends(len(tokens))
+            for prefix in (tokens[:end] for end in ends)
+        ]
         found = [] if as_copy else [copy for copy in wanted if copy in self.copies]
         for copy in found:
             self.copies.remove(copy)
             self.copies.append(copy)
         new = [copy for copy in wanted if copy not in found]
         events: list[KvEvent] = []
-        while self.copies and len(self.copies) + len(new) > CACHE_COPIES_MAX:
+        copies_max = CACHE_COPIES_MAX * (1 + len(self.sides))
+        while self.copies and len(self.copies) + len(new) > copies_max:
             evicted = self.copies.pop(0)
-            events.append(BlocksRemoved((evicted.name,), evicted.tier))
-        for run in _runs(wanted, new):
-            self.copies += run
-            events.append(self._stored(wanted, run))
+            events.append(BlocksRemoved((evicted.name,), evicted.tier, evicted.group))
+        for group in dict.fromkeys(copy.group for copy in wanted):
+            of_group = [copy for copy in wanted if copy.group == group]
+            for run in _runs(of_group, new):
+                self.copies += run
+                is_main = group == MAIN_GROUP
+                events.append(self._stored(of_group, run) if is_main else self._stored_side(run))
         if events:
             self.publish(*events)
 
+    def _kept_ends(self, token_count: int) -> list[tuple[int, range]]:
+        """Return for each group, in the order of speaking, where the blocks end that it keeps."""
+        kept = [(MAIN_GROUP, range(self.size, token_count + 1, self.size))]
+        for side in self.sides:
+            ends = range(side.size, token_count + 1, side.size)
+            needed_blocks = math.ceil(side.needed_tokens / side.size)
+            kept.append((side.number, ends[-needed_blocks:]))
+        return kept[::-1] if self.is_main_last else kept
+
     def evict(self, count: int) -> None:
         gone, self.copies = self.copies[:count], self.copies[count:]
-        for tier in {copy.tier: None for copy in gone}:
-            names = tuple(copy.name for copy in gone if copy.tier is tier)
-            self.publish(BlocksRemoved(names, tier))
+        for tier, group in {(copy.tier, copy.group): None for copy in gone}:
+            names = tuple(c.name for c in gone if (c.tier, c.group) == (tier, group))
+            self.publish(BlocksRemoved(names, tier, group))
 
     def clear(self) -> None:
         self.copies = [copy for copy in self.copies if copy.tier is not Tier.DEVICE]
@@ -199,10 +237,12 @@ class Engine:
         if self.link is not None and self.link.is_connected:
             self.link.live.append(batch)
 
-    def held(self) -> set[tuple[Tier, BlockHash]]:
+    def held(self) -> set[Held]:
+        """Return all copies that can be known, by group: not those that end within a main block."""
         return {
-            (copy.tier, chain(BlockSpace(self.size, copy.lora), copy.prefix)[-1])
+            (copy.group, copy.tier, chain(BlockSpace(self.size, copy.lora), copy.prefix)[-1])
             for copy in self.copies
+            if len(copy.prefix) % self.size == 0
         }
 
     def _name(self, prefix: Tokens, lora: str | None, alias: int) -> int:
@@ -218,6 +258,23 @@ class Engine:
             block_size_tokens=self.size,
             tier=run[0].tier,
             lora_name=run[0].lora,
+            group=MAIN_GROUP,
+            needed_tokens=WHOLE_PREFIX if self.sides else None,
+        )
+
+    def _stored_side(self, run: list[Copy]) -> BlocksStored:
+        """Return what is said of a side group: its names, and tokens that don't tell of which."""
+        (side,) = (side for side in self.sides if side.number == run[0].group)
+        return BlocksStored(
+            engine_hashes=tuple(copy.name for copy in run),
+            parent=None,
+            tokens=pack_tokens(run[-1].prefix),
+            block_size_tokens=side.size,
+            tier=run[0].tier,
+            lora_name=run[0].lora,
+            group=side.number,
+            is_full_attention=side.needed_tokens == WHOLE_PREFIX,
+            needed_tokens=side.needed_tokens,
         )
 
 
@@ -248,6 +305,7 @@ class Instance:
     is_described: bool = False
     is_healthy: bool = False
     bad_probes: int = 0
+    key_space: KeySpace | None = None
 
     def probed(self, is_healthy: bool, is_gone: bool) -> None:
         if is_healthy:
@@ -291,6 +349,7 @@ class History:
         self.instances: dict[InstanceId, Instance] = {}
         self.open: dict[RequestId, Open] = {}
         self.ended: Counter[RequestId] = Counter()
+        self.asked: dict[RequestId, Request] = {}
         self.arrived = 0
         self.wake_at: float | None = None
         self.recording: list[tuple[float, Event]] = []
@@ -298,6 +357,9 @@ class History:
         # Some fleets prefill and decode apart, and much of what happens to them is about that.
         self.is_apart = chance.random() < 0.3
         self.kinds = self._choose_kinds()
+        # Of its own, so that what a pool has changes nothing else of a history.
+        self.pool_chance = random.Random(self.seed)
+        self.has_pool = self.pool_chance.random() < 0.5
 
     def run(self, steps: int) -> None:
         """Let a fleet join and `steps` things happen, then heal it and compare it with the truth."""
@@ -305,6 +367,8 @@ class History:
             self._join()
         for _ in range(steps):
             self.chance.choice(self.kinds)()
+            if self.has_pool and self.pool_chance.random() < 0.1:
+                self._name_keys()
         self.heal()
         self.check_converged()
         self.check_trusted()
@@ -381,6 +445,10 @@ class History:
         for candidate in ranking:
             found = candidate.candidate
             assert 0 <= found.confirmed_tokens <= found.overlap_tokens <= usable, candidate
+            key_space = self.instances[found.holder.instance_id].key_space
+            pool = self.asked[forward.request_id].pool
+            assert found.pool == (pool.get(key_space) if key_space is not None else None)
+            assert found.overlap_tokens + found.pool_tokens <= usable, candidate
         opened.attempts += not forward.is_redelivery
         opened.holder, opened.prefill = holder, forward.prefill
         assert opened.attempts == forward.attempt <= self.limits.attempts_max + opened.had_prefill
@@ -448,12 +516,18 @@ class History:
         buffer_batches = chance.choice([2, BUFFER_BATCHES, BUFFER_BATCHES])
         # Two publishers of an instance without ranks speak of the same holder.
         count = len(ranks) or chance.choice([1, 1, 1, 2])
+        window = Side(3, chance.choice([1, 3, 5]), chance.choice([size, size, 2 * size, 2]))
+        sides = chance.choice([(), (), (window,), (window, Side(4, WHOLE_PREFIX, size))])
+        # Of two full-attention groups the first that speaks is the main one.
+        is_main_last = len(sides) == 1 and chance.random() < 0.5
         engines = [
             Engine(
                 SourceId(name, number),
                 ranks[number] if ranks else chance.choice([None, 0]),
                 size,
                 buffer_batches,
+                sides,
+                is_main_last,
             )
             for number in range(count)
         ]
@@ -511,6 +585,14 @@ class History:
         self.handle(InstanceRemoved(instance.id))
         for batch in late:  # it was on its way
             self.handle(batch)
+
+    def _name_keys(self) -> None:
+        """Let it be known, or no more, how an instance names blocks in a pool."""
+        chance = self.pool_chance
+        if self.instances:
+            instance = chance.choice(list(self.instances.values()))
+            instance.key_space = chance.choice([None, *KEY_SPACES])
+            self.handle(InstancePooled(instance.id, instance.key_space))
 
     # --- sources ----------------------------------------------------------------------------------
 
@@ -701,16 +783,20 @@ class History:
         chance = self.chance
         self.arrived += 1
         model = chance.choice([MODEL] * 6 + [ADAPTER, "unknown"])
+        prompt = self._prompt(model)
         request = Request(
             RequestId(f"r{self.arrived}"),
             model,
-            self._prompt(model),
+            prompt,
             is_prompt_missing=chance.random() < 0.1,
             session_key=chance.choice([None, "s", "t"]),
             policy=chance.choice([None] * 5 + ["least_loaded", "session_hash", "unknown"]),
+            pool=self._pool_parts(prompt),
             may_hand_over=(may_hand_over := chance.random() < 0.7),
             stays_whole=not may_hand_over and chance.random() < 0.3,
         )
+        self.asked[request.id] = request
+        self.core.covers(request, self.now)  # changes nothing
         explained = self.core.explain(request, self.now)
         if explained is not None:
             duty = Duty.WHOLE if request.stays_whole else Duty.ALL
@@ -738,6 +824,23 @@ class History:
             chains = {space: chain(space, beginning) for space in known}
             return Prompt(estimate, chains, is_exact=False)
         return Prompt(len(tokens), {space: chain(space, tokens) for space in known})
+
+    def _pool_parts(self, prompt: Prompt | None) -> dict[KeySpace, PoolPart]:
+        """Return what a pool could have of a prompt; nothing while no instance uses one."""
+        used = any(instance.key_space is not None for instance in self.instances.values())
+        if not used or prompt is None or not prompt.is_exact or prompt.token_count < 2:
+            return {}
+        chance = self.pool_chance
+        return {
+            key_space: PoolPart(
+                tokens=chance.randrange(1, prompt.token_count),
+                bytes_per_token=chance.choice([0.0, 100.0, 1e6]),
+                on_disk=chance.random() < 0.3,
+                weight=chance.choice([1.0, 0.8]),
+            )
+            for key_space in KEY_SPACES
+            if chance.random() < 0.7
+        }
 
     def _some_request(self) -> tuple[RequestId, Open] | None:
         return self.chance.choice(list(self.open.items())) if self.open else None
@@ -795,7 +898,8 @@ class History:
             return
         del self.open[found[0]]
         self.ended[found[0]] += 1
-        self.handle(RequestFinished(found[0], self.chance.choice(list(Outcome))))
+        outcome, cached_tokens = self.chance.choice(list(Outcome)), self.chance.choice([None, 0, 3])
+        self.handle(RequestFinished(found[0], outcome, cached_tokens=cached_tokens))
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -884,15 +988,15 @@ class History:
             engines = self._speaking_for(holder)
             if self.core.sources.trust(holder) is not Trust.EXACT or any(e.is_odd for e in engines):
                 continue
-            truth = set[tuple[Tier, BlockHash]]().union(*(engine.held() for engine in engines))
-            known = {
-                (tier, block)
-                for _, state in self.core.sources
-                if state.ledger.holder == holder
-                for tier, block in state.ledger.held()
-            }
-            device = {block for tier, block in truth if tier is Tier.DEVICE}
-            assert {block for tier, block in known if tier is Tier.DEVICE} == device, holder
+            truth = set[Held]().union(*(engine.held() for engine in engines))
+            known: set[Held] = set()
+            for _, state in self.core.sources:
+                if state.ledger.holder == holder:
+                    known |= {(MAIN_GROUP, *held) for held in state.ledger.held()}
+                    sides = state.ledger.held_by_sides()
+                    known |= {(side.number, tier, block) for side, tier, block in sides}
+            device = {held for held in truth if held[1] is Tier.DEVICE}
+            assert {held for held in known if held[1] is Tier.DEVICE} == device, holder
             # A clear makes a source exact again though copies on the host may have been missed.
             assert known <= truth, holder
             self.converged = True

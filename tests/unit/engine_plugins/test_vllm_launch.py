@@ -4,6 +4,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from launches import LAUNCH, NIXL, POOL, PREFILL
 
 from moongate.engine_plugins.launch_command import (
     LaunchCommand,
@@ -11,17 +12,8 @@ from moongate.engine_plugins.launch_command import (
     shell_line,
     shell_script,
 )
-from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
+from moongate.engine_plugins.vllm_launch import build_command, check_together
 
-LAUNCH = EngineLaunch(
-    model="/models/tiny",
-    served_model_name="tiny",
-    python=".venv-engine/bin/python",
-    port=8101,
-    kv_events_port=5601,
-    kv_replay_port=6601,
-    topic="kv@127.0.0.1:8101@tiny",
-)
 EVENTS = (
     '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5601",'
     '"replay_endpoint":"tcp://*:6601","topic":"kv@127.0.0.1:8101@tiny"}'
@@ -59,6 +51,11 @@ def test_every_setting_becomes_a_flag_or_a_variable() -> None:
         threads=3,
         enable_auto_tool_choice=True,
         tool_call_parser="hermes",
+        tensor_parallel=4,
+        pipeline_parallel=2,
+        data_parallel=3,
+        advertise_host="10.0.0.7",
+        shutdown_timeout_s=20,
         extra_args=("--seed", "7"),
     )
     assert build_command(launch) == LaunchCommand(
@@ -67,9 +64,12 @@ def test_every_setting_becomes_a_flag_or_a_variable() -> None:
             *("--model", "/models/tiny", "--served-model-name", "tiny"),
             *("--host", "0.0.0.0", "--port", "8101"),
             *("--dtype", "float32", "--max-model-len", "16384"),
+            *("--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"),
+            *("--data-parallel-size", "3"),
             *("--enable-prefix-caching", "--block-size", "64"),
             *("--num-gpu-blocks-override", "1024", "--kv-events-config", EVENTS),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
+            *("--shutdown-timeout", "20"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--seed", "7"),
         ),
@@ -81,6 +81,7 @@ def test_every_setting_becomes_a_flag_or_a_variable() -> None:
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "3",
+            "VLLM_HOST_IP": "10.0.0.7",
         },
     )
 
@@ -158,6 +159,19 @@ def test_a_shell_script_writes_the_files_first() -> None:
         ({"threads": 0}, "threads: 0 is too small; choose 1 or more"),
         ({"kv_cache_space_gib": 0}, "kv_cache_space_gib: 0 is too small; choose 1 or more"),
         ({"gpu_blocks_override": -1}, "gpu_blocks_override: -1 is too small; choose 1 or more"),
+        ({"data_parallel": 0}, "data_parallel: 0 is too small; choose 1 or more"),
+        ({"shutdown_timeout_s": -1}, "shutdown_timeout_s: -1 is too small; choose 0 or more"),
+        (
+            {"data_parallel": 2, "kv_events_port": 6600},
+            (
+                "kv_replay_port: 6601 to 6602 clashes with kv_events_port, 6600 to 6601;"
+                " choose ports of their own"
+            ),
+        ),
+        (
+            {"data_parallel": 2, "kv_replay_port": 65_535},
+            "kv_replay_port: 65535 to 65536 are not all ports; choose from 1 to 65535",
+        ),
         ({"max_model_len_tokens": 0}, "max_model_len_tokens: 0 is too small; choose 1 or more"),
         ({"block_size_tokens": 0}, "block_size_tokens: 0 is too small; choose 1 or more"),
         (
@@ -207,3 +221,65 @@ def test_any_block_size_goes_on_a_gpu() -> None:
 def test_a_value_that_looks_like_one_of_our_flags_elsewhere_is_no_clash() -> None:
     command = build_command(replace(LAUNCH, extra_args=("--seed", "1", "--load-format", "auto")))
     assert command.argv[-4:] == ("--seed", "1", "--load-format", "auto")
+
+
+# --- several engines on one host ------------------------------------------------------------------
+
+
+def test_engines_of_one_host_with_ports_of_their_own_go_together() -> None:
+    other = replace(LAUNCH, port=8102, kv_events_port=5602, kv_replay_port=6602)
+    check_together([replace(LAUNCH, pool=POOL), replace(other, pool=POOL)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "complaint"),
+    [
+        (
+            {},
+            {"kv_events_port": 5601},
+            (
+                "kv_events_port of the engine on 8102: 5601 clashes with kv_events_port of the engine on"
+                " 8101, 5601; choose ports of their own"
+            ),
+        ),
+        (
+            {"data_parallel": 2},
+            {},
+            (
+                "kv_events_port of the engine on 8102: 5602 clashes with kv_events_port of the engine on"
+                " 8101, 5601 to 5602; choose ports of their own"
+            ),
+        ),
+        (
+            {"role": "prefill", "handoff": PREFILL},
+            {"role": "prefill", "handoff": PREFILL},
+            (
+                "bootstrap_port of the engine on 8102: 8998 clashes with bootstrap_port of the engine on"
+                " 8101, 8998; choose ports of their own"
+            ),
+        ),
+        (
+            {"role": "prefill", "handoff": NIXL},
+            {"kv_events_port": 5700},
+            (
+                "kv_events_port of the engine on 8102: 5700 clashes with side_channel_port of the engine"
+                " on 8101, 5700; choose ports of their own"
+            ),
+        ),
+        (
+            {"pool": replace(POOL, lookup_id=8102)},
+            {"pool": POOL},
+            (
+                "lookup_id: 8102 is that of the engines on ports 8101 and 8102; give each engine of a"
+                " host its own"
+            ),
+        ),
+    ],
+)
+def test_engines_of_one_host_that_would_take_each_others_are_refused(
+    first: dict[str, object], second: dict[str, object], complaint: str
+) -> None:
+    other = {"port": 8102, "kv_events_port": 5602, "kv_replay_port": 6602, **second}
+    with pytest.raises(LaunchError) as caught:
+        check_together([replace(LAUNCH, **first), replace(LAUNCH, **other)])  # type: ignore[arg-type]
+    assert str(caught.value) == complaint

@@ -29,7 +29,7 @@ from moongate.router.events import (
     BlocksUnreadable,
     KvEvent,
 )
-from moongate.router.model import InstanceId, SourceId, Tier
+from moongate.router.model import WHOLE_PREFIX, InstanceId, SourceId, Tier
 
 SOURCE = SourceId(InstanceId("a"))
 END = (-1).to_bytes(8, "big", signed=True)
@@ -232,6 +232,46 @@ def test_the_kind_tells_which_groups_need_the_whole_prefix(kind: str | None, is_
     event = stored(kv_cache_spec_kind=kind, group_idx=1)
     assert isinstance(event, BlocksStored)
     assert (event.is_full_attention, event.group) == (is_full, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "needed_tokens"),
+    [
+        (None, None, None),
+        (None, 512, None),
+        ("full_attention", None, WHOLE_PREFIX),
+        ("mla_attention", None, WHOLE_PREFIX),
+        ("sliding_window", 512, 511),
+        ("sliding_window_mla", 2, 1),
+        ("sliding_window", 1, 1),
+        ("sliding_window", None, 1),
+        ("mamba", None, 1),
+        ("chunked_local_attention", None, 1),
+        ("cross_attention", None, None),
+        ("new_kind_2027", 512, None),
+    ],
+)
+def test_the_kind_tells_how_far_back_a_group_is_needed(
+    kind: str | None, window: int | None, needed_tokens: int | None
+) -> None:
+    fields = {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window, "group_idx": 1}
+    (event,) = decoded({**STORED, **fields})
+    (array,) = decoded(positional({**STORED, **fields}, STORED_FIELDS))
+    assert isinstance(event, BlocksStored)
+    assert event.needed_tokens == needed_tokens
+    assert array == event
+
+
+@pytest.mark.parametrize("window", [-1, True, "512", 512.0])
+def test_a_window_of_the_wrong_form_is_named(window: object) -> None:
+    event = stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=window)
+    assert event == BlocksUnreadable("kv_cache_spec_sliding_window")
+
+
+def test_a_group_may_store_fewer_blocks_than_it_tells_tokens_of() -> None:
+    event = stored(block_hashes=[12], kv_cache_spec_kind="sliding_window", group_idx=1)
+    assert isinstance(event, BlocksStored)
+    assert (event.engine_hashes, event.tokens) == ((12,), STORED_EVENT.tokens)
 
 
 def test_a_removal_names_its_group() -> None:

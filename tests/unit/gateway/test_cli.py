@@ -24,6 +24,10 @@ COMMANDS = (
     ["engine"],
     ["engine", "command"],
     ["engine", "serve"],
+    ["engine", "store-command"],
+    ["engine", "store-serve"],
+    ["engine", "master-command"],
+    ["engine", "master-serve"],
 )
 
 

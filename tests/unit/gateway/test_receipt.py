@@ -76,6 +76,7 @@ def test_a_decision_as_json_has_every_candidate_and_cost_term() -> None:
         "prompt_tokens": 128,
         "device_tokens": 96,
         "pool_tokens": 0,
+        "prefill": None,
         "candidates": [
             {
                 "instance": "a",

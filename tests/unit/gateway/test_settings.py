@@ -474,7 +474,7 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 
 def test_a_files_problems_name_the_file(tmp_path: Path) -> None:
     file = tmp_path / "moongate.yaml"
-    file.write_text("instances: []\n")
+    file.write_text("instances: {}\n")
     with pytest.raises(SettingsError, match=f"^{file}:1: instances: "):
         load_settings(file)
 

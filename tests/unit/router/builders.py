@@ -30,7 +30,7 @@ from moongate.router import (
 )
 from moongate.router.blocks import hash_prompt, pack_tokens
 from moongate.router.events import BlocksRemoved, BlocksStored, KvEvent
-from moongate.router.model import BlockHash, EngineHash, ExtraKeys
+from moongate.router.model import WHOLE_PREFIX, BlockHash, EngineHash, ExtraKeys
 
 SIZE = 2
 SPACE = BlockSpace(SIZE)
@@ -54,6 +54,7 @@ def stored(
     extra_keys: tuple[ExtraKeys | None, ...] | None = None,
     group: int = 0,
     is_full_attention: bool = True,
+    needed_tokens: int | None = None,
 ) -> BlocksStored:
     return BlocksStored(
         engine_hashes,
@@ -65,6 +66,21 @@ def stored(
         extra_keys,
         group,
         is_full_attention,
+        needed_tokens,
+    )
+
+
+def side_stored(
+    *engine_hashes: EngineHash,
+    group: int,
+    needed_tokens: int,
+    size: int = SIZE,
+    tier: Tier = Tier.DEVICE,
+) -> BlocksStored:
+    """Return the event of a KV group beside the main one; what it says of tokens isn't looked at."""
+    is_full = needed_tokens == WHOLE_PREFIX
+    return BlocksStored(
+        engine_hashes, None, b"", size, tier, None, None, group, is_full, needed_tokens
     )
 
 

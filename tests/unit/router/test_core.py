@@ -69,6 +69,7 @@ from .builders import (
     removed,
     request,
     send,
+    side_stored,
     stored,
 )
 
@@ -745,10 +746,76 @@ def test_c57_a_cleared_cache_attracts_nothing_any_more() -> None:
     assert [others.count(HA), others.count(HB)] == [10, 10]
 
 
+def test_c57_a_clear_that_was_lost_is_found_once_the_engine_reports_nothing_cached() -> None:
+    core = with_sources(A, has_replay=True)
+    feed(core, ReplayEnded(SOURCE_A, 1, is_complete=True), batch(0, stored(71, tokens=[1, 2])))
+    feed(core, arrived("r", 1, 2, 3), RequestFirstByte(R))  # batch 1, a clear, never comes
+    commands = feed(core, RequestFinished(R, Outcome.ANSWERED, cached_tokens=0), now=2.0)
+    assert commands[0] == RequestReplay(SOURCE_A, from_sequence=0, replay_id=2)
+    feed(core, batch(0, stored(71, tokens=[1, 2]), replay_id=2), now=2.0)
+    feed(core, batch(1, BlocksCleared(), replay_id=2), now=2.0)
+    feed(core, ReplayEnded(SOURCE_A, 2, is_complete=True), now=2.0)
+    assert core.index.count(HA, Tier.DEVICE) == 0
+    assert overlaps(core, 1, 2, 3) == {"a": (0, 0)}
+    assert trust(core) is Trust.EXACT
+
+
+@pytest.mark.parametrize(
+    ("tokens", "event"),
+    [
+        ((1, 2, 3), RequestFinished(R, Outcome.ANSWERED, cached_tokens=2)),
+        ((1, 2, 3), RequestFinished(R, Outcome.ANSWERED, cached_tokens=None)),
+        ((1, 2, 3), RequestFinished(R, Outcome.CLIENT_LEFT, cached_tokens=0)),
+        ((7, 8, 9), RequestFinished(R, Outcome.ANSWERED, cached_tokens=0)),
+    ],
+    ids=["as known", "not told", "not answered", "nothing known"],
+)
+def test_c57_a_report_that_contradicts_nothing_asks_for_nothing(
+    tokens: tuple[int, ...], event: RequestFinished
+) -> None:
+    core = with_sources(A, has_replay=True)
+    feed(core, ReplayEnded(SOURCE_A, 1, is_complete=True), batch(0, stored(71, tokens=[1, 2])))
+    commands = feed(core, arrived("r", *tokens), RequestFirstByte(R), event)
+    assert [command for command in commands if isinstance(command, RequestReplay)] == []
+
+
+def test_c57_only_the_sources_of_the_rank_that_was_asked_are_doubted() -> None:
+    core = make_core()
+    add(core, A, described=facts(ranks=(0, 1)))
+    for rank in (0, 1):
+        source = SourceId(A, rank)
+        feed(core, SourceOpened(source, True, rank), ReplayEnded(source, 1, is_complete=True))
+    event = stored(70, tokens=[1, 2])
+    feed(core, batch(0, event, source=SourceId(A, 1), rank=1), arrived("r", 1, 2, 3))
+    commands = feed(core, RequestFinished(R, Outcome.ANSWERED, cached_tokens=0))
+    assert commands[0] == RequestReplay(SourceId(A, 1), 0, 2)
+
+
 def test_a_clear_leaves_the_copies_on_the_host() -> None:
     core = with_sources(A)
     feed(core, batch(0, stored(71, tokens=[1, 2], tier=Tier.HOST), BlocksCleared()))
     assert overlaps(core, 1, 2, 3) == {"a": (2, 2)}
+
+
+def test_a_hybrid_models_windows_decide_with_and_a_forward_foretells_them() -> None:
+    core = with_sources(A, B)
+    for source in (SOURCE_A, SOURCE_B):
+        whole = stored(71, 72, 73, tokens=[1, 2, 3, 4, 5, 6])
+        feed(core, batch(0, side_stored(72, group=1, needed_tokens=2), whole, source=source))
+    feed(core, batch(1, side_stored(73, group=1, needed_tokens=2), source=SOURCE_B))
+    assert overlaps(core, *range(1, 10)) == {"a": (4, 4), "b": (6, 6)}
+    assert send(core, arrived("r", *range(1, 10))) == HB
+    assert overlaps(core, *range(1, 10)) == {"a": (4, 4), "b": (6, 8)}
+    feed(core, batch(2, removed(73, group=1), source=SOURCE_B))
+    assert overlaps(core, 1, 2, 3, 4, 5, 6, 0) == {"a": (4, 4), "b": (4, 4)}
+
+
+def test_a_hybrid_holder_leaves_with_its_groups() -> None:
+    core = with_sources(A)
+    feed(core, batch(0, stored(71, tokens=[1, 2]), side_stored(71, group=1, needed_tokens=2)))
+    assert core.index.total == 2
+    feed(core, InstanceRemoved(A))
+    assert (core.index.total, core.index.holders) == (0, ())
 
 
 def test_a_removed_block_ends_the_overlap() -> None:

@@ -6,6 +6,7 @@ they are.
 
 from moongate.router.events import BatchReceived, BlocksUnreadable
 from moongate.router.feed import (
+    DOUBT_PAUSE_S,
     PENDING_BATCHES_MAX,
     REMEMBERED_DIGESTS,
     REPLAY_PATIENCE_S,
@@ -338,6 +339,39 @@ def test_a_reconnected_source_is_asked_for_the_batch_applied_last() -> None:
     assert (feed.epoch, feed.trust) == (1, Trust.EXACT)
 
 
+def test_a_restart_behind_a_question_without_an_answer_is_found_by_the_next_one() -> None:
+    """What came after the question may be another process's, whose batches go on from ours by chance."""
+    feed = make_live(until=1)
+    assert feed.reconnected(0.0) == [Ask(0, 2)]
+    assert feed.replay_ended(2, is_complete=False, now=0.0) == []
+    assert receive(feed, one(1, process="q")) == apply(1)
+    assert feed.trust is Trust.DEGRADED
+
+    due = feed.next_wake()
+    assert due is not None
+    assert feed.woke(due) == [Ask(0, 3)], "the last batch that was certainly the publisher's"
+    answered = receive(feed, one(0, 3, "q"), one(1, 3, "q"), now=due)
+    assert answered == [Forget(), *apply(0, 1)]
+    assert feed.replay_ended(3, is_complete=True, now=due) == []
+    assert (feed.epoch, feed.trust) == (2, Trust.EXACT)
+
+
+def test_batches_behind_a_question_without_an_answer_stay_if_it_is_the_same_publisher() -> None:
+    feed = make_live(until=1)
+    feed.reconnected(0.0)
+    feed.replay_ended(2, is_complete=False, now=0.0)
+    receive(feed, one(1), one(2))
+    due = feed.next_wake()
+    assert due is not None
+    assert feed.woke(due) == [Ask(0, 3)]
+    assert receive(feed, *(one(n, replay_id=3) for n in range(3)), now=due) == []
+    assert feed.replay_ended(3, is_complete=True, now=due) == []
+    assert (feed.epoch, feed.trust) == (1, Trust.EXACT)
+    later = feed.next_wake()
+    assert later is not None
+    assert feed.woke(later) == [Ask(2, 4)]
+
+
 def test_a_reconnected_source_of_which_nothing_was_applied_is_asked_for_all() -> None:
     feed = make_live()
     assert feed.reconnected(0.0) == [Ask(0, 2)]
@@ -434,4 +468,23 @@ def test_distrust_lasts_until_the_cache_is_known_again() -> None:
     feed.distrust()
     assert trust_of(feed) is Trust.DEGRADED
     feed.believe()
+    assert trust_of(feed) is Trust.EXACT
+
+
+# --- doubts ---------------------------------------------------------------------------------------
+
+
+def test_c57_a_doubt_lets_a_source_be_verified_at_once_and_not_too_often() -> None:
+    feed = make_live(until=2)
+    assert feed.doubted(1.0) == [Ask(from_sequence=1, replay_id=2)]
+    assert feed.doubted(1.0) == [], "it is being verified"
+    assert receive(feed, one(1, replay_id=2), one(2, replay_id=2)) == apply(2)
+    feed.replay_ended(2, is_complete=True, now=1.0)
+    assert feed.doubted(0.9 + DOUBT_PAUSE_S) == []
+    assert feed.doubted(1.0 + DOUBT_PAUSE_S) == [Ask(from_sequence=2, replay_id=3)]
+
+
+def test_c57_without_replay_a_doubt_changes_nothing() -> None:
+    feed = make_live(until=2, has_replay=False)
+    assert feed.doubted(1.0) == []
     assert trust_of(feed) is Trust.EXACT

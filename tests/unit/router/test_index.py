@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moongate.router.index import NEAR_BLOCKS, PREDICTIONS_MAX, Overlap, OwnershipIndex
-from moongate.router.model import BlockHash, Holder, Tier
+from moongate.router.model import BlockHash, Holder, SideGroup, Tier
 
 from .builders import A, B, C
 
@@ -393,3 +393,180 @@ def test_predictions_made_again_and_again_leave_no_endless_schedule(
     assert index.predicted_count(HA) == 3
     index.expire(109.0)
     assert index.predicted_count(HA) == 0
+
+
+# --- side groups ----------------------------------------------------------------------------------
+
+NEAR, FAR, WHOLE = SideGroup(1, 2, 1), SideGroup(2, 5, 1), SideGroup(3, None, 1)
+PAIRS = SideGroup(4, 1, 2)
+
+
+def hold(index: OwnershipIndex, holder: Holder, side: SideGroup, *positions: int) -> None:
+    """Let the holder be a member of the group and have the blocks of `LONG` at these positions."""
+    if not index.is_member(holder, side):
+        index.join(holder, side)
+    blocks = [LONG[position] for position in positions]
+    assert index.store(holder, Tier.DEVICE, blocks, side) == len(blocks)
+
+
+def test_a_window_has_to_be_held_before_the_end_of_an_overlap_and_nowhere_else() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    hold(index, HA, NEAR, 8, 9)
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(10, 10)}
+    assert overlaps(index, LONG[:9], 9, [HA]) == {}
+    hold(index, HA, NEAR, 18, 19)
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(20, 20)}
+
+
+def test_near_the_beginning_a_window_is_as_long_as_the_prefix() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    hold(index, HA, FAR, 0, 1, 2)
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(3, 3)}
+
+
+def test_what_one_group_allows_another_may_not() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    hold(index, HA, NEAR, 0, 1, 10, 11, 15, 16, 17)
+    hold(index, HA, FAR, 0, 1, 2, 3, 4, 12, 13, 14, 15, 16)
+    # Full attention allows 20, the near window 18, the far one 17 of these, and the near one that.
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(17, 17)}
+    index.remove(HA, Tier.DEVICE, [LONG[16]], NEAR)
+    # Now the near one allows 12, the far one 5 of these, and the near one 2.
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(2, 2)}
+
+
+def test_holders_with_and_without_windows_have_overlaps_of_their_own() -> None:
+    index = make_index(HA, HB, HC)
+    for holder in (HA, HB, HC):
+        store(index, holder, *LONG[:20])
+    hold(index, HA, NEAR, 3, 4)
+    hold(index, HB, NEAR, 18, 19)
+    assert overlaps(index, LONG, 40, [HA, HB, HC]) == {
+        HA: Overlap(5, 5),
+        HB: Overlap(20, 20),
+        HC: Overlap(20, 20),
+    }
+
+
+def test_of_a_group_that_needs_all_the_leading_blocks_count() -> None:
+    index = make_index(HA, HB)
+    for holder in (HA, HB):
+        store(index, holder, *LONG[:20])
+    hold(index, HA, WHOLE, *range(7))
+    hold(index, HB, WHOLE, *range(1, 7))
+    assert overlaps(index, LONG, 40, [HA, HB]) == {HA: Overlap(7, 7)}
+
+
+def test_reuse_ends_where_larger_blocks_of_a_side_group_end() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    hold(index, HA, PAIRS, 3, 9)
+    assert overlaps(index, LONG, 19, [HA]) == {HA: Overlap(10, 10)}
+    assert overlaps(index, LONG, 9, [HA]) == {HA: Overlap(4, 4)}
+
+
+def test_predicted_blocks_will_have_their_windows() -> None:
+    index = make_index(HA, HB)
+    for holder in (HA, HB):
+        store(index, holder, *LONG[:20])
+        hold(index, holder, NEAR, 3, 4)
+    index.predict(HA, LONG[:25], expires_at=60.0)
+    assert overlaps(index, LONG, 40, [HA, HB]) == {HA: Overlap(5, 25), HB: Overlap(5, 5)}
+    index.remove(HA, Tier.DEVICE, [LONG[3]], NEAR)
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(0, 25)}
+
+
+def test_a_windows_next_block_is_looked_for_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    hold(index, HA, NEAR, 8, 9)
+    for reach, expected in ((10, {HA: Overlap(10, 10)}), (9, {})):
+        monkeypatch.setattr("moongate.router.index.WALK_BLOCKS_MAX", reach)
+        assert overlaps(index, LONG, 40, [HA]) == expected
+
+
+def test_a_group_counts_until_it_was_left_as_often_as_joined() -> None:
+    index = make_index(HA)
+    store(index, HA, *LONG[:20])
+    index.join(HA, NEAR)
+    index.join(HA, NEAR)
+    index.leave(HA, NEAR)
+    assert overlaps(index, LONG, 40, [HA]) == {}
+    index.leave(HA, NEAR)
+    index.leave(HA, NEAR)
+    assert overlaps(index, LONG, 40, [HA]) == {HA: Overlap(20, 20)}
+    assert index.sides_of(HA) == []
+
+
+def test_a_group_is_left_empty_and_before_its_holder_goes() -> None:
+    index = make_index(HA)
+    hold(index, HA, NEAR, 0)
+    with pytest.raises(AssertionError):
+        index.leave(HA, NEAR)
+    index.join(HA, FAR)
+    with pytest.raises(AssertionError):
+        index.remove_holder(HA)
+
+
+def test_side_groups_copies_are_counted_and_bounded_with_the_others() -> None:
+    index = make_index(HA, blocks_max=3)
+    store(index, HA, H[0])
+    index.join(HA, NEAR)
+    assert index.store(HA, Tier.DEVICE, H[:3], NEAR) == 2
+    assert (index.total, index.count(HA, Tier.DEVICE), index.count(HA, Tier.DEVICE, NEAR)) == (
+        3,
+        1,
+        2,
+    )
+    index.remove(HA, Tier.DEVICE, H[:3], NEAR)
+    assert (index.total, index.count(HA, Tier.DEVICE), index.count(HA, Tier.DEVICE, NEAR)) == (
+        1,
+        1,
+        0,
+    )
+
+
+def is_reusable(held: Sequence[frozenset[int]], sides: Sequence[SideGroup], blocks: int) -> bool:
+    """Tell by the rule itself whether a prefix of so many blocks is held in all these groups."""
+    for side, positions in zip(sides, held, strict=True):
+        ends = [end - 1 for end in range(side.stride_blocks, blocks + 1, side.stride_blocks)]
+        needed = ends if side.needed_blocks is None else ends[-side.needed_blocks :]
+        if blocks % side.stride_blocks or not positions.issuperset(needed):
+            return False
+    return True
+
+
+SIDES = [NEAR, FAR, PAIRS, SideGroup(5, 2, 3), WHOLE]
+
+
+@settings(deadline=None)
+@given(
+    held=st.lists(
+        st.tuples(*[st.frozensets(st.integers(0, 39))] * (len(SIDES) - 1), st.integers(0, 40)),
+        min_size=1,
+        max_size=4,
+    ),
+    count=st.integers(1, len(SIDES)),
+    main_blocks=st.integers(0, 40),
+    usable=st.integers(0, 40),
+)
+def test_a_hybrid_overlap_is_the_longest_prefix_that_all_groups_allow(
+    held: list[tuple[Any, ...]], count: int, main_blocks: int, usable: int
+) -> None:
+    index = make_index(*HOLDERS, blocks_max=10_000)
+    sides = SIDES[-count:]
+    expected: dict[Holder, Overlap] = {}
+    for holder, (*windows, whole) in zip(HOLDERS, held, strict=False):
+        store(index, holder, *LONG[:main_blocks])
+        positions = [*windows, frozenset(range(whole))][-count:]
+        for side, of_side in zip(sides, positions, strict=True):
+            hold(index, holder, side, *sorted(of_side))
+        longest = max(
+            n for n in range(min(main_blocks, usable) + 1) if is_reusable(positions, sides, n)
+        )
+        if longest:
+            expected[holder] = Overlap(longest, longest)
+    assert overlaps(index, LONG, usable, HOLDERS) == expected

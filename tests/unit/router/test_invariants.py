@@ -8,7 +8,7 @@ import pytest
 from moongate.router import Holder, RequestArrived, Role, RouterCore, SourceOpened, Tier
 from moongate.router.events import BlocksCleared
 from moongate.router.invariants import check
-from moongate.router.model import InstanceId, RequestId
+from moongate.router.model import InstanceId, RequestId, SideGroup
 
 from .builders import (
     MODEL,
@@ -23,19 +23,25 @@ from .builders import (
     feed,
     make_core,
     request,
+    side_stored,
     stored,
 )
 
 HA, ELSEWHERE = Holder(A), Holder(InstanceId("elsewhere"))
 R = RequestId("r")
+WINDOW = SideGroup(1, 1, 1)
 
 
 def make_busy_core() -> RouterCore:
-    """Return a core with one instance, one source, one confirmed block and one open request."""
+    """Return a core with one instance, one source, one confirmed block and one open request.
+
+    The block is held in a side group as well.
+    """
     core = make_core(A)
     feed(core, SourceOpened(SOURCE_A, has_replay=False), batch(0, BlocksCleared()))
     feed(core, arrived("r", 1, 2, 3, 4, 5))
     feed(core, batch(1, stored(71, tokens=[1, 2]), stored(72, tokens=[1, 2])))
+    feed(core, batch(2, side_stored(71, group=1, needed_tokens=2)))
     return core
 
 
@@ -69,6 +75,23 @@ def _try_too_often(core: RouterCore) -> None:
 
 def _hold_what_nobody_announced(core: RouterCore) -> None:
     core.index.store(HA, Tier.DEVICE, chain(8, 9))
+
+
+def _hold_a_window_that_nobody_announced(core: RouterCore) -> None:
+    core.index.store(HA, Tier.DEVICE, chain(8, 9), WINDOW)
+
+
+def _lose_a_window(core: RouterCore) -> None:
+    core.index.remove(HA, Tier.DEVICE, chain(1, 2), WINDOW)
+
+
+def _need_a_group_that_nobody_announced(core: RouterCore) -> None:
+    core.index.join(HA, SideGroup(2, 1, 1))
+
+
+def _need_a_group_no_more(core: RouterCore) -> None:
+    core.index.remove(HA, Tier.DEVICE, chain(1, 2), WINDOW)
+    core.index.leave(HA, WINDOW)
 
 
 def _count_an_announcement_twice(core: RouterCore) -> None:
@@ -114,6 +137,10 @@ def _leave_a_trial_behind(core: RouterCore) -> None:
         _try_one_instance_twice,
         _try_too_often,
         _hold_what_nobody_announced,
+        _hold_a_window_that_nobody_announced,
+        _lose_a_window,
+        _need_a_group_that_nobody_announced,
+        _need_a_group_no_more,
         _count_an_announcement_twice,
         _forget_who_predicts,
         _change_a_load_silently,
@@ -159,7 +186,7 @@ def _hand_over_to_itself(core: RouterCore) -> None:
     tracked = core.requests[R]
     assert tracked.leg is not None
     assert tracked.prefill is not None
-    tracked.leg.place = tracked.prefill.place
+    tracked.leg.place, tracked.leg.holder = tracked.prefill.place, tracked.prefill.holder
     core.loads.release(R)
     core.loads.reserve(R, HA, 0, 2)
 

@@ -1,0 +1,183 @@
+"""Instances that come, go and are drained while the gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live_gateway import LiveGateway, live_gateway, until
+
+from moongate.engine_plugins.registrar import Announcement, Announcer
+from moongate.simulator.server import SimEngine, SimEngineConfig
+
+Pair = tuple[SimEngine, SimEngine]
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    engines = (SimEngine(SimEngineConfig()), SimEngine(SimEngineConfig()))
+    for engine in engines:
+        await engine.start()
+    yield engines
+    for engine in engines:
+        await engine.stop()
+
+
+def record(engine: SimEngine, **fields: Any) -> dict[str, Any]:
+    return {"url": engine.url, "role": "both", "weight": 1.0, **fields}
+
+
+async def names(gateway: LiveGateway) -> dict[str, str]:
+    answer = await gateway.client.get("/admin/instances")
+    return {i["id"]: i["state"] for i in answer.json()["instances"]}
+
+
+async def ask(gateway: LiveGateway, **body: Any) -> Any:
+    return await gateway.chat(model="sim", content="hello " * 40, max_tokens=4, **body)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_announces_itself_serves_and_is_gone_when_its_lease_ends(
+    pair: Pair,
+) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        assert (await gateway.client.get("/ready")).status_code == 503
+        put = gateway.client.put
+        came = await put("/admin/instances/e1", json=record(pair[0], lease_s=0.8))
+        assert (came.status_code, came.json()) == (201, {"change": "added"})
+        await until(lambda: _is(gateway, "e1", "up"))
+        assert (await ask(gateway)).headers["x-moongate-instance"] == "e1"
+        again = await put("/admin/instances/e1", json=record(pair[0], lease_s=0.8))
+        assert (again.status_code, again.json()) == (200, {"change": "renewed"})
+        await until(lambda: _is_gone(gateway, "e1"), 3.0)
+        assert (await ask(gateway)).status_code == 503
+        assert not list(gateway.core.sources)
+        assert gateway.core.index.holders == ()
+
+
+@pytest.mark.asyncio
+async def test_the_registrar_of_an_engine_keeps_it_announced(pair: Pair) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        announcer = Announcer(
+            Announcement(
+                gateways=(gateway.url,),
+                instance_id="e1",
+                record=record(pair[0]),
+                health_url=f"{pair[0].url}/health",
+                lease_s=1.0,
+            )
+        )
+        announcer.start()
+        await until(lambda: _is(gateway, "e1", "up"))
+        await asyncio.sleep(1.3)  # longer than its lease
+        assert await names(gateway) == {"e1": "up"}
+        await asyncio.to_thread(announcer.withdraw)
+        await until(lambda: _is_gone(gateway, "e1"), 3.0)
+
+
+async def _is(gateway: LiveGateway, name: str, state: str) -> bool:
+    return (await names(gateway)).get(name) == state
+
+
+async def _is_gone(gateway: LiveGateway, name: str) -> bool:
+    return name not in await names(gateway)
+
+
+@pytest.mark.asyncio
+async def test_what_an_instance_has_under_way_ends_before_it_is_removed(pair: Pair) -> None:
+    async with live_gateway([e.url for e in pair], drain={"limit_s": 10.0}) as gateway:
+        running = asyncio.create_task(
+            gateway.chat(model="sim", content="hi " * 50, max_tokens=40, stream=True)
+        )
+        await until(lambda: gateway.inflight() == 1)
+        (busy,) = [h for h, load in gateway.core.loads.loads.items() if load.active_requests]
+        other = "b" if busy.instance_id == "a" else "a"
+        left = await gateway.client.delete(f"/admin/instances/{busy.instance_id}")
+        assert (left.status_code, left.json()["state"]) == (202, "draining")
+        assert (await names(gateway))[busy.instance_id] == "draining"
+        assert (await ask(gateway)).headers["x-moongate-instance"] == other
+        answer = await running
+        assert answer.status_code == 200
+        assert answer.text.rstrip().endswith("data: [DONE]")
+        await until(lambda: _is_gone(gateway, busy.instance_id), 3.0)
+        assert (await ask(gateway)).headers["x-moongate-instance"] == other
+
+
+@pytest.mark.asyncio
+async def test_a_drained_instance_can_come_back(pair: Pair) -> None:
+    async with live_gateway([e.url for e in pair]) as gateway:
+        for path, state in (("drain", "draining"), ("undrain", "up")):
+            answer = await gateway.client.post(f"/admin/instances/a/{path}")
+            assert answer.status_code == 200
+            assert (await names(gateway))["a"] == state
+        missing = await gateway.client.post("/admin/instances/zz/drain")
+        assert missing.status_code == 404
+
+
+@pytest.mark.asyncio
+async def test_a_changed_record_replaces_the_instance(pair: Pair) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        await gateway.client.put("/admin/instances/e", json=record(pair[0], lease_s=30))
+        await until(lambda: _is(gateway, "e", "up"))
+        moved = await gateway.client.put(
+            "/admin/instances/e", json=record(pair[1], lease_s=30, weight=2)
+        )
+        assert moved.json() == {"change": "replaced"}
+        await until(lambda: _is(gateway, "e", "up"))
+        await ask(gateway)
+        found = gateway.core.fleet.find("e")  # type: ignore[arg-type]
+        assert found is not None
+        assert found.spec.weight == 2.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"url": None}, 400, "url"),
+        ({"url": "ftp://x"}, 400, "url"),
+        ({"weight": -1}, 400, "weight"),
+        ({"weihgt": 1}, 400, "weihgt"),
+        ({"id": "other"}, 400, "id"),
+        ({"lease_s": 0}, 400, "lease_s"),
+        ({"api_key_env": "HOME"}, 400, None),
+    ],
+)
+async def test_a_bad_record_is_refused_and_changes_nothing(
+    pair: Pair, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    async with live_gateway([pair[0].url]) as gateway:
+        body = record(pair[1], **fields)
+        answer = await gateway.client.put("/admin/instances/e", json=body)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert set(await names(gateway)) == {"a"}
+
+
+@pytest.mark.asyncio
+async def test_an_id_or_url_of_another_instance_is_refused(pair: Pair) -> None:
+    async with live_gateway([pair[0].url]) as gateway:
+        taken = await gateway.client.put("/admin/instances/a", json=record(pair[1]))
+        assert taken.status_code == 409
+        same = await gateway.client.post("/admin/instances", json={"id": "e", **record(pair[0])})
+        assert (same.status_code, same.json()["error"]["param"]) == (409, "url")
+
+
+@pytest.mark.asyncio
+async def test_with_an_admin_key_operators_need_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONGATE_TEST_ADMIN", "s3cret")
+    auth = {"admin_key_env": "MOONGATE_TEST_ADMIN"}
+    async with live_gateway([pair[0].url], auth=auth) as gateway:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer é"}):
+            encoded = [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
+            answer = await gateway.client.get("/admin/instances", headers=encoded)
+            assert answer.status_code == 401
+            assert "x-request-id" in answer.headers
+        right = {"authorization": "Bearer s3cret"}
+        assert (await gateway.client.get("/admin/instances", headers=right)).status_code == 200
+        assert (await gateway.client.get("/health")).status_code == 200
