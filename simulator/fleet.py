@@ -115,7 +115,7 @@ class VirtualFleet:
         self.sent: dict[RequestId, Sent] = {}
         self.seedings: dict[RequestId, Seed] = {}
         self.on_step: Callable[[], None] = lambda: None  # after each thing that happened
-        self._agenda: list[tuple[float, int, Callable[[], None], bool]] = []
+        self._agenda: list[tuple[float, int, Callable[[], object], bool]] = []
         self._due = 0  # of these, what isn't just the core's time-outs
         self._order = itertools.count()
         self._strangers = 0
@@ -126,12 +126,12 @@ class VirtualFleet:
 
     # --- driving ----------------------------------------------------------------------------------
 
-    def at(self, time: float, act: Callable[[], None]) -> None:
+    def at(self, time: float, act: Callable[[], object]) -> None:
         """Let something happen at a time. What is due at the same time happens in order."""
         self._due += 1
         self._push(time, act, is_due=True)
 
-    def _push(self, time: float, act: Callable[[], None], *, is_due: bool) -> None:
+    def _push(self, time: float, act: Callable[[], object], *, is_due: bool) -> None:
         assert time >= self.now, (time, self.now)
         heapq.heappush(self._agenda, (time, next(self._order), act, is_due))
 

@@ -278,7 +278,7 @@ def test_the_bounds_of_a_fleet_hold_however_hot_it_is() -> None:
 
 @pytest.mark.parametrize(
     "pool",
-    [None, PoolChecked(is_up=False), PoolChecked(is_up=True, use=0.91), PoolChecked(is_up=True)],
+    [None, PoolChecked(is_up=False), PoolChecked(is_up=True, use=0.96), PoolChecked(is_up=True)],
 )
 def test_nothing_is_seeded_from_a_pool_that_is_down_or_nearly_full(pool: PoolChecked) -> None:
     fleet = Fleet(B, pool=pool)
