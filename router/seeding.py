@@ -65,7 +65,7 @@ class SeedingLimits:
     demand_per_s_min: float = 0.1  # departures a second that are worth a holder
     busy_requests: int = 2  # unfinished requests with which a holder of weight 1 is busy
     prefix_tokens_min: int = 1024  # to be got from the pool
-    pool_use_max: float = 0.9  # allocated over capacity
+    pool_use_max: float = 0.95  # allocated over capacity
     kv_use_max: float = 0.7  # of an instance's cache: unfinished requests, and the seeding
     needs_pool_use: bool = True  # a pool that doesn't say how full it is counts as full
 
