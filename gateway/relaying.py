@@ -65,9 +65,9 @@ async def relay_body(opened: Opened, client: ClientRequest, *, hides_params: boo
     answer, last, usage = opened.answer, opened.first, UsageReader()
     if answer.is_complete:
         last += await answer.read()  # what came with its end
+        usage.feed(last)  # with what is for our eyes only
         if hides_params and not tells_nothing(last):
             last = without_params(last)
-        usage.feed(last)
         return Relayed(usage, last)
     params = TransferParamsFilter() if hides_params else None
 
