@@ -228,6 +228,14 @@ def test_a_busy_holders_prefix_is_seeded_when_an_answer_begins() -> None:
     assert fleet.answer(second) == []
 
 
+def test_a_holder_that_is_not_busy_or_demand_for_one_only_is_no_reason() -> None:
+    fleet = Fleet(B)
+    fleet.answer(fleet.ask())
+    assert fleet.begin(fleet.ask()) == []
+    fleet = Fleet(B, limits=dataclasses.replace(LIMITS, demand_per_s_min=1.0))
+    assert fleet.begin(fleet.ask(), fleet.ask()) == []
+
+
 def test_a_whole_answer_begins_with_its_end() -> None:
     fleet = Fleet(B)
     first, _ = fleet.ask(), fleet.ask()
