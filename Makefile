@@ -59,6 +59,7 @@ bench: .venv/.ready .venv-bench/.ready .venv-engine/.ready
 	@mkdir -p $(BENCH_RESULTS)
 	@$(BIN)/python -m benchmarks.router_scale --json $(BENCH_RESULTS)/router_scale.json
 	@$(BIN)/python -m benchmarks.pool_lookup --json $(BENCH_RESULTS)/pool_lookup.json
+	@$(BIN)/python -m benchmarks.hot_prefixes --json $(BENCH_RESULTS)/hot_prefixes.json
 	@model=$$(.venv-engine/bin/python scripts/make_models.py smollm2 | tail -n 1) && \
 	$(BIN)/python -m benchmarks.prompt_pipeline --tokenizer "$$model" \
 		--json $(BENCH_RESULTS)/prompt_pipeline.json && \

@@ -8,7 +8,9 @@ what could be gained at most: every instance has the prompt from the start.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +23,6 @@ from moongate.simulator.fleet import Sent, VirtualFleet
 
 SESSIONS = 40
 SYSTEM_PROMPT = range(6000)
-QUESTION_TOKENS, ANSWER_TOKENS = 200, 40
-THINKING_S = 0.2
-"""What an agent takes between an answer and what it does next."""
-
 POOL_BYTES = 1 << 42  # never full
 QUIET_S = 30.0
 """Between the first session, by which one instance has the prompt, and the others."""
@@ -48,6 +46,20 @@ class Hardware:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a turn is."""
+
+    question_tokens: int = 200
+    answer_tokens: int = 40
+    thinking_s: float = 0.2  # between an answer and what its agent does next
+
+
+USUAL = Pace()
+PACES = tuple(
+    itertools.starmap(Pace, itertools.product((100, 200, 400), (20, 40, 80), (0.05, 0.2, 1.0)))
+)
+
 LARGE_4 = Hardware("4 x 70 B, 4 GB/s", 4, 327_680, 4e9)
 LARGE_8 = Hardware("8 x 70 B, 4 GB/s", 8, 327_680, 4e9)
 SMALL_4 = Hardware("4 x 8 B, 4 GB/s", 4, 131_072, 4e9)
@@ -66,8 +78,9 @@ def own_tokens(number: int, count: int) -> Tokens:
 class Crowd:
     """Sessions that begin with the system prompt, each with a question of its own."""
 
-    def __init__(self, fleet: VirtualFleet, turns: int = 1) -> None:
+    def __init__(self, fleet: VirtualFleet, turns: int = 1, pace: Pace = USUAL) -> None:
         self.fleet = fleet
+        self.pace = pace
         self.turns = turns
         self.begun = 0
 
@@ -88,12 +101,12 @@ class Crowd:
             if turn < self.turns:
                 more = [*sent.tokens, *sent.output_ids]
                 self.fleet.at(
-                    self.fleet.now + THINKING_S,
+                    self.fleet.now + self.pace.thinking_s,
                     lambda: self._ask(more, number + 1, turn + 1, lambda: None),
                 )
 
-        tokens = [*history, *own_tokens(number, QUESTION_TOKENS)]
-        self.fleet.arrive(tokens, ANSWER_TOKENS, answered)
+        tokens = [*history, *own_tokens(number, self.pace.question_tokens)]
+        self.fleet.arrive(tokens, self.pace.answer_tokens, answered)
 
 
 # --- how they come --------------------------------------------------------------------------------
@@ -107,7 +120,7 @@ def grow(crowd: Crowd, by: int) -> None:
 
     def start_others() -> None:
         for _ in range(by):
-            crowd.fleet.at(crowd.fleet.now + THINKING_S, begin)
+            crowd.fleet.at(crowd.fleet.now + crowd.pace.thinking_s, begin)
 
     begin()
 
@@ -195,10 +208,10 @@ def make_fleet(
     return fleet
 
 
-def measure(fleet: VirtualFleet, arrivals: Arrivals) -> Outcome:
+def measure(fleet: VirtualFleet, arrivals: Arrivals, pace: Pace = USUAL) -> Outcome:
     """Let the sessions come, and return what came of them."""
     before = len(fleet.sent)
-    arrivals.begin(Crowd(fleet, arrivals.turns))
+    arrivals.begin(Crowd(fleet, arrivals.turns, pace))
     fleet.run()
     sent = list(fleet.sent.values())[before:]
     ends = [one.ended_at for one in sent if one.ended_at is not None]
@@ -226,14 +239,14 @@ class Row:
         return self.seeded.requests_per_s / self.without.requests_per_s
 
 
-def compare(hardware: Hardware, arrivals: Arrivals, limits: SeedingLimits | None = None) -> Row:
+def compare(hardware: Hardware, arrivals: Arrivals, pace: Pace = USUAL) -> Row:
     """Return the same with seeding and without."""
     return Row(
         hardware.name,
         arrivals.name,
-        measure(make_fleet(hardware, None), arrivals),
-        measure(make_fleet(hardware, limits or SeedingLimits()), arrivals),
-        measure(make_fleet(hardware, None, all_warm=True), arrivals),
+        measure(make_fleet(hardware, None), arrivals, pace),
+        measure(make_fleet(hardware, SeedingLimits()), arrivals, pace),
+        measure(make_fleet(hardware, None, all_warm=True), arrivals, pace),
     )
 
 
@@ -243,12 +256,27 @@ def rows() -> Iterator[Row]:
             yield compare(hardware, arrivals)
 
 
+def vary() -> None:
+    """Print how the gain depends on the pace, for the ways in which seeding can gain much."""
+    print(f"| fleet | sessions come | least | median | most | at least 1.5, of {len(PACES)} |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for hardware, arrivals in itertools.product(HARDWARE, (GROW_BY_3, GROW_BY_2, SCOUTS)):
+        gains = sorted(compare(hardware, arrivals, pace).gain for pace in PACES)
+        count = sum(gain >= 1.5 for gain in gains)
+        median = statistics.median(gains)
+        print(
+            f"| {hardware.name} | {arrivals.name} | {gains[0]:.2f} | {median:.2f} |"
+            f" {gains[-1]:.2f} | {count} |"
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all, and print a table as it comes."""
     parser = argparse.ArgumentParser(
         prog="hot_prefixes", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--vary", action="store_true", help="also how the gain depends on the pace")
     options = parser.parse_args(arguments)
     print(
         "| fleet | sessions come | requests/s | seeded | gain | all warm | mean TTFT, s | seedings |"
@@ -265,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
+    if options.vary:
+        vary()
 
 
 if __name__ == "__main__":

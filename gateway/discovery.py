@@ -6,9 +6,12 @@ lacks an endpoint (an older release) is described by what it has.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from moongate.engine_plugins.vllm_facts import (
     FactsError,
@@ -60,12 +63,23 @@ async def describe(link: Link) -> Description:
             capacity_blocks=cache.capacity_blocks,
             # One rank numbered 0 is an engine without data parallelism: it takes no rank header.
             ranks=() if ranks in ((), (0,)) else ranks,
+            address=await _find_address(link),
         ),
         publishers,
         await _find_takes_ids(link),
         shows_pool(metrics) if link.settings.pool is None else link.settings.pool,
         read_cached_by_source(metrics),
     )
+
+
+async def _find_address(link: Link) -> str:
+    """Return the address behind the instance's URL, as a pool names hosts; "" if there is none."""
+    host = urlsplit(link.settings.url).hostname
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    return str(found[0][4][0]) if found else ""
 
 
 async def _find_takes_ids(link: Link) -> bool:

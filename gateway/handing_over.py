@@ -242,6 +242,7 @@ class HandoffRun:
         if isinstance(action, NothingLeft):
             return None
         self.is_owed, self._target = False, (holder, link)
+        self._sent.clear()
         try:
             opened = await self._sender.send_leg(
                 holder,

@@ -662,6 +662,9 @@ class _Exchange:
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
         if self._known is not None and self._path.pooling is not None and status == 200:
+            pool_tokens = usage.pool_tokens()
+            if pool_tokens is not None:
+                self._path.metrics.delivered_pool_tokens.add(pool_tokens)
             expected_tokens = decision.device_tokens + decision.pool_tokens
             self._path.pooling.answered(
                 computing.instance_id,

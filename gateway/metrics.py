@@ -67,6 +67,10 @@ class Metrics:
             "moongate_delivered_cached_tokens", "Cached prompt tokens that engines reported",
             registry=r,
         )  # fmt: skip
+        self.delivered_pool_tokens = Tally(
+            "moongate_delivered_pool_tokens",
+            "Prompt tokens that engines reported to have from the pool", registry=r,
+        )  # fmt: skip
         self.rejected = Tally(
             "moongate_rejected", "Requests refused by the gateway", ["reason"], registry=r
         )

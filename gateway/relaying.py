@@ -18,7 +18,7 @@ from moongate.gateway.errors import error_body
 from moongate.gateway.handing_over import Opened
 from moongate.gateway.sse import EventSplitter, ends_stream
 from moongate.gateway.stream_usage import without_usage_events
-from moongate.gateway.transfer_params import TransferParamsFilter
+from moongate.gateway.transfer_params import TransferParamsFilter, tells_nothing, without_params
 from moongate.gateway.upstream import Answer, UpstreamError
 from moongate.gateway.usage import UsageReader
 
@@ -63,6 +63,12 @@ def kind_of(answer: Answer) -> AnswerKind:
 async def relay_body(opened: Opened, client: ClientRequest, *, hides_params: bool) -> Relayed:
     """Pass a body on. `hides_params`: without what it says to KV connectors."""
     answer, last, usage = opened.answer, opened.first, UsageReader()
+    if answer.is_complete:
+        last += await answer.read()  # what came with its end
+        usage.feed(last)  # with what is for our eyes only
+        if hides_params and not tells_nothing(last):
+            last = without_params(last)
+        return Relayed(usage, last)
     params = TransferParamsFilter() if hides_params else None
 
     def take(piece: bytes) -> None:
@@ -73,17 +79,12 @@ async def relay_body(opened: Opened, client: ClientRequest, *, hides_params: boo
             client.write(piece)
 
     try:
-        if answer.is_complete:
-            last += await answer.read()  # what came with its end
-        else:
-            if last:
-                take(last)
-            await answer.relay(take)
-            last = b""
+        if last:
+            take(last)
+        await answer.relay(take)
     except UpstreamError as error:
         return Relayed(usage, params.rest() if params is not None else b"", error)
-    if params is not None:
-        last = params.feed(last) + params.rest()
+    last = params.rest() if params is not None else b""
     usage.feed(last)
     return Relayed(usage, last)
 

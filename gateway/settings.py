@@ -270,7 +270,7 @@ class SeedingSettings(_Section):
     demand_per_s_min: Annotated[float, Field(gt=0, le=1000)] = 0.1  # for each holder
     busy_requests: Annotated[int, Field(ge=1, le=1000)] = 2  # with which a holder is busy
     prefix_tokens_min: Annotated[int, Field(ge=1)] = 1024  # shorter ones are not worth it
-    pool_use_max: Annotated[float, Field(gt=0, le=1)] = 0.9  # of its bytes
+    pool_use_max: Annotated[float, Field(gt=0, le=1)] = 0.95  # of its bytes
     kv_use_max: Annotated[float, Field(gt=0, le=1)] = 0.7  # of the cache of the instance
 
     @property

@@ -18,6 +18,18 @@ _COLON = re.compile(rb"[ \t\r\n]*(:?)[ \t\r\n]*")
 _SIGNS = re.compile(rb'["\\{}\[\]]')
 
 
+def tells_nothing(text: bytes) -> bool:
+    """Tell whether a text has nothing to blank: no such key, or one with null, as vLLM writes it.
+
+    Cost: 1 us for a short answer.
+    """
+    found = text.find(KEY)
+    if found == -1:
+        return True
+    behind = found + len(KEY)
+    return text.startswith(b":null", behind) and text.find(KEY, behind) == -1
+
+
 class _At(Enum):
     TEXT = "text"
     COLON = "colon"  # behind the key
@@ -25,10 +37,7 @@ class _At(Enum):
 
 
 class TransferParamsFilter:
-    """Give it an answer's pieces in order; pass on what it returns, and `rest` at the end.
-
-    Cost: one search of the text, 0.1 ms for a megabyte.
-    """
+    """Give it an answer's pieces in order; pass on what it returns, and `rest` at the end."""
 
     def __init__(self) -> None:
         self._at = _At.TEXT
@@ -41,7 +50,7 @@ class TransferParamsFilter:
         """Return what may be passed on by now."""
         if self._held:
             piece, self._held = self._held + piece, b""
-        elif self._at is _At.TEXT and KEY not in piece:
+        elif self._at is _At.TEXT and tells_nothing(piece):
             return self._hold_back(piece)
         parts: list[bytes] = []
         while piece:
@@ -61,7 +70,7 @@ class TransferParamsFilter:
         return held
 
     def _hold_back(self, text: bytes) -> bytes:
-        """Return a text without the key, but for an end that may be the key's beginning."""
+        """Return a text that tells nothing, but for an end that may be the key's beginning."""
         quote = text.rfind(b'"', -len(KEY) + 1)
         if quote != -1 and KEY.startswith(text[quote:]):
             self._held = text[quote:]
@@ -122,3 +131,9 @@ class TransferParamsFilter:
                 if self._depth == 0:
                     return position
         return None
+
+
+def without_params(text: bytes) -> bytes:
+    """Return a whole answer with what it tells blanked."""
+    filtering = TransferParamsFilter()
+    return filtering.feed(text) + filtering.rest()

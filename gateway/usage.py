@@ -17,6 +17,9 @@ GATHERED_BYTES_MAX = 16 * TAIL_BYTES
 """Pieces are gathered up to this before they are cut to the tail: most answers never come to it."""
 
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_POOL = re.compile(rb'"moongate"\s*:\s*\{[^{}]*"pool_tokens"\s*:\s*(\d+)')
+"""As `MoongateStoreConnector` reports in whole answers."""
+
 _COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 
 
@@ -40,6 +43,10 @@ class UsageReader:
     def cached_tokens(self) -> int | None:
         """Return the hit that the engine reported, None if it didn't."""
         return self._find(_CACHED)
+
+    def pool_tokens(self) -> int | None:
+        """Return the prompt tokens that the engine got from the shared pool, None if it didn't say."""
+        return self._find(_POOL)
 
     def completion_tokens(self) -> int | None:
         """Return the tokens that the engine generated, None if it didn't say."""

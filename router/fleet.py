@@ -244,5 +244,6 @@ class Fleet:
 
 def _nearness(part: PoolPart, instance: InstanceState) -> float:
     """Return how much faster than over a network the instance gets at these copies."""
-    is_local = bool(part.host) and part.host == instance.spec.host
+    address = instance.facts.address if instance.facts is not None else ""
+    is_local = bool(part.host) and part.host in (instance.spec.host, address)
     return LOCAL_SPEEDUP if is_local else 1.0

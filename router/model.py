@@ -147,6 +147,7 @@ class InstanceFacts:
     block_size_tokens: int | None = None  # None: not told; events will say
     capacity_blocks: int | None = None  # of one rank
     ranks: tuple[int, ...] = ()  # global data-parallel ranks; empty: one cache, no rank header
+    address: str = ""  # of the host that it runs on; "": not known
 
 
 class KnownPart(NamedTuple):

@@ -65,7 +65,7 @@ class SeedingLimits:
     demand_per_s_min: float = 0.1  # departures a second that are worth a holder
     busy_requests: int = 2  # unfinished requests with which a holder of weight 1 is busy
     prefix_tokens_min: int = 1024  # to be got from the pool
-    pool_use_max: float = 0.9  # allocated over capacity
+    pool_use_max: float = 0.95  # allocated over capacity
     kv_use_max: float = 0.7  # of an instance's cache: unfinished requests, and the seeding
     needs_pool_use: bool = True  # a pool that doesn't say how full it is counts as full
 
@@ -155,6 +155,14 @@ class Beginning(NamedTuple):
         return self.blocks * self.space.block_size_tokens
 
 
+class _Place(NamedTuple):
+    """An instance that could take a request, and what it lacks of the beginning."""
+
+    seat: Seat
+    candidate: Candidate
+    lacking_tokens: int
+
+
 class Running(NamedTuple):
     """A seeding under way."""
 
@@ -207,9 +215,7 @@ class Seeder:
         request, beginning = self.watched.pop(request_id, (None, None))
         if request is None or beginning is None or not self._may_begin(now):
             return []
-        sites = self._find_sites(request, beginning, now)
-        demand_per_s = self.demand.rate_per_s(beginning.point, now)
-        target = find_target(sites, demand_per_s, self.limits)
+        target = self._find_target(request, beginning, now)
         return [self._begin(request, beginning, target, now)] if target is not None else []
 
     def gave_up(self, request_id: RequestId) -> None:
@@ -241,23 +247,43 @@ class Seeder:
 
     # --- where ------------------------------------------------------------------------------------
 
-    def _find_sites(self, request: Request, beginning: Beginning, now: float) -> list[Site]:
-        """Return the instances that could take the request, as far as their blocks are comparable."""
-        space = beginning.space
+    def _find_target(self, request: Request, beginning: Beginning, now: float) -> Site | None:
+        """Return where the beginning should go, of the instances that could take the request.
+
+        Looks at holders first: mostly one of them is not busy, and that is all there is to know.
+        """
+        demand_per_s, limits = self.demand.rate_per_s(beginning.point, now), self.limits
+        places = self._find_places(request, beginning, now)
+        holders = [p for p in places if p.lacking_tokens < limits.prefix_tokens_min]
+        if demand_per_s < limits.demand_per_s_min * len(holders):
+            return None
+        sites: list[Site] = []
+        for place in holders:
+            sites.append(self._make_site(place, request, beginning))
+            if not sites[-1].is_busy(limits):
+                return None
+        barred = self._find_barred(beginning.point, now)
+        sites += (
+            self._make_site(place, request, beginning, is_barred=place.seat.holder in barred)
+            for place in places
+            if place.lacking_tokens >= limits.prefix_tokens_min
+        )
+        return find_target(sites, demand_per_s, limits)
+
+    def _find_places(self, request: Request, beginning: Beginning, now: float) -> list[_Place]:
+        """Return the instances whose blocks are comparable, and what each lacks."""
+        space, tokens = beginning.space, beginning.tokens
         group = self.candidates.group(request.model, now)
         overlaps = self.index.find_overlaps(
             beginning.chain, beginning.blocks, group.masks.get(space, 0), beginning.blocks
         )
-        barred = self._find_barred(beginning.point, now)
-        sites: list[Site] = []
-        for seat, candidate in zip(group.seats, self.candidates.members(group), strict=True):
-            if group.spaces[seat.holder] != space:
-                continue
-            overlap = overlaps.get(seat.holder)
-            held_tokens = overlap.blocks * space.block_size_tokens if overlap is not None else 0
-            site = self._make_site(seat, candidate, request, beginning, held_tokens)
-            sites.append(site._replace(is_barred=seat.holder in barred))
-        return sites
+        held = {h: o.blocks * space.block_size_tokens for h, o in overlaps.items()}
+        members = self.candidates.members(group)
+        return [
+            _Place(seat, candidate, tokens - held.get(seat.holder, 0))
+            for seat, candidate in zip(group.seats, members, strict=True)
+            if group.spaces[seat.holder] == space
+        ]
 
     def _find_barred(self, point: BlockHash, now: float) -> set[Holder]:
         """Return the holders that are not to be seeded with this now."""
@@ -266,14 +292,10 @@ class Seeder:
         return busy | self._failed.keys() | {b.holder for b in self._begun if b.point == point}
 
     def _make_site(
-        self,
-        seat: Seat,
-        candidate: Candidate,
-        request: Request,
-        beginning: Beginning,
-        held_tokens: int,
+        self, place: _Place, request: Request, beginning: Beginning, *, is_barred: bool = False
     ) -> Site:
-        holder, instance = seat.holder, seat.instance
+        holder, instance = place.seat.holder, place.seat.instance
+        candidate, tokens = place.candidate, beginning.tokens
         part: PoolPart | None = None
         if instance.key_space is not None:
             part = request.pool.get(instance.key_space)
@@ -282,17 +304,18 @@ class Seeder:
         capacity = instance.facts.capacity_blocks if instance.facts is not None else None
         blocks = self.loads.get(holder).active_blocks + beginning.blocks
         tokens_per_ms = self.fleet.tokens_per_ms * candidate.weight
+        pooled_tokens = min(part.tokens, tokens) if part is not None else 0
+        fetch_ms = self.fleet.fetch_ms_per_token(part, instance) * tokens if part is not None else 0
         return Site(
             holder,
-            lacking_tokens=beginning.tokens - held_tokens,
-            pooled_tokens=min(part.tokens, beginning.tokens) - held_tokens if part else 0,
+            lacking_tokens=place.lacking_tokens,
+            pooled_tokens=pooled_tokens - (tokens - place.lacking_tokens),
             busyness=candidate.active_requests / candidate.weight,
             queue_ms=candidate.queued_prefill_tokens / tokens_per_ms,
-            fetch_ms=self.fleet.fetch_ms_per_token(part, instance) * beginning.tokens
-            if part
-            else 0.0,
+            fetch_ms=fetch_ms,
             kv_use=blocks / capacity if capacity else None,
             is_seeded=Running(holder, beginning.point) in self.running.values(),
+            is_barred=is_barred,
         )
 
     def _begin(self, request: Request, beginning: Beginning, site: Site, now: float) -> Seed:

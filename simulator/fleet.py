@@ -115,7 +115,8 @@ class VirtualFleet:
         self.sent: dict[RequestId, Sent] = {}
         self.seedings: dict[RequestId, Seed] = {}
         self.on_step: Callable[[], None] = lambda: None  # after each thing that happened
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._agenda: list[tuple[float, int, Callable[[], object], bool]] = []
+        self._due = 0  # of these, what isn't just the core's time-outs
         self._order = itertools.count()
         self._strangers = 0
         self._root = make_root_digest(DEFAULT_HASH_SEED)
@@ -125,15 +126,20 @@ class VirtualFleet:
 
     # --- driving ----------------------------------------------------------------------------------
 
-    def at(self, time: float, act: Callable[[], None]) -> None:
+    def at(self, time: float, act: Callable[[], object]) -> None:
         """Let something happen at a time. What is due at the same time happens in order."""
+        self._due += 1
+        self._push(time, act, is_due=True)
+
+    def _push(self, time: float, act: Callable[[], object], *, is_due: bool) -> None:
         assert time >= self.now, (time, self.now)
-        heapq.heappush(self._agenda, (time, next(self._order), act))
+        heapq.heappush(self._agenda, (time, next(self._order), act, is_due))
 
     def run(self, until: float | None = None) -> None:
-        """Let all happen that is due, or what is due until then."""
-        while self._agenda and (until is None or self._agenda[0][0] <= until):
-            self.now, _, act = heapq.heappop(self._agenda)
+        """Let happen what is due until then, or until only time-outs of the core are left."""
+        while self._due if until is None else self._agenda and self._agenda[0][0] <= until:
+            self.now, _, act, is_due = heapq.heappop(self._agenda)
+            self._due -= is_due
             act()
             self.on_step()
         if until is not None:
@@ -158,7 +164,7 @@ class VirtualFleet:
         for command in commands:
             match command:
                 case WakeAt():
-                    self.at(max(command.at, self.now), self._wake)
+                    self._push(max(command.at, self.now), self._wake, is_due=False)
                 case Seed():
                     self._seed(command)
                 case _:

@@ -179,7 +179,8 @@ async def test_several_ranks_that_nobody_told_us_of_are_not_guessed_at() -> None
 
 
 async def test_a_refused_decode_leg_is_delivered_to_another_instance() -> None:
-    async with pd_fleet(decode=2, policy=TAKING_TURNS) as fleet:
+    unnoticed = {"interval_s": 60.0}
+    async with pd_fleet(decode=2, policy=TAKING_TURNS, health=unnoticed) as fleet:
         await fleet.decode[0].crash()
         answer = await fleet.complete(stream=True)
         assert answer.status_code == 200

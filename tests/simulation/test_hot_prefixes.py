@@ -108,7 +108,7 @@ def test_the_bounds_hold_at_every_moment(at_once_max: int, per_minute_max: int) 
     assert len({seed.holder for seed in fleet.seedings.values()}) == outcome.seedings
 
 
-@pytest.mark.parametrize("pool", [PoolChecked(is_up=True, use=0.95), PoolChecked(is_up=False)])
+@pytest.mark.parametrize("pool", [PoolChecked(is_up=True, use=0.96), PoolChecked(is_up=False)])
 def test_a_pool_under_pressure_is_left_alone(pool: PoolChecked) -> None:
     fleet = make_fleet(LARGE_4, SeedingLimits(), pool=pool)
     assert measure(fleet, GROW_BY_3).seedings == 0

@@ -66,7 +66,7 @@ class SeedingHistory(History):
     def handle(self, event: Event) -> None:
         if isinstance(event, RequestArrived):
             event = RequestArrived(self._with_pool(event.request))
-            self.requests[event.request.id] = event.request
+            self.requests[event.request.id] = self.asked[event.request.id] = event.request
         elif isinstance(event, InstanceDescribed) and self.chance.random() < 0.8:
             event = replace(event, facts=replace(event.facts, capacity_blocks=50))
         seen = len(self.commands)
@@ -81,9 +81,9 @@ class SeedingHistory(History):
             self._end_seeding()
 
     def _with_pool(self, request: Request) -> Request:
-        if request.prompt is None or self.chance.random() < 0.2:
-            return request
-        tokens = max(request.prompt.token_count - self.chance.choice([0, 0, 1, 8]), 1)
+        if request.prompt is None or request.prompt.token_count < 2 or self.chance.random() < 0.2:
+            return replace(request, pool={})
+        tokens = max(request.prompt.token_count - self.chance.choice([1, 1, 2, 9]), 1)
         weight = self.chance.choice([1.0, 1.0, 1.0, 0.8])
         parts = {space: PoolPart(tokens, 1.0, weight=weight) for space in KEY_SPACES if space}
         return replace(request, pool=parts)
@@ -123,7 +123,8 @@ class SeedingHistory(History):
     def _use_pool(self) -> None:
         instance = self._instance()
         if instance is not None:
-            self.handle(InstancePooled(instance.id, self.chance.choice(KEY_SPACES)))
+            instance.key_space = self.chance.choice(KEY_SPACES)
+            self.handle(InstancePooled(instance.id, instance.key_space))
 
     def _end_seeding(self) -> None:
         if self.running:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moongate.gateway.settings import Settings, SettingsError, load_settings, parse_settings
+from moongate.router import SeedingLimits
 from moongate.router.handoff import HandoffKind
 
 ONE = "instances:\n  - {id: a, url: http://127.0.0.1:8101}\n"
@@ -409,6 +410,30 @@ def test_a_later_key_that_asks_for_more_is_refused_by_name(section: str, problem
                 "lookup_budget_ms, hash_seeds, cache_prefix, namespace, shards, seeding"
             ),
         ),
+        (
+            "pool: {seeding: {enabled: on}}",
+            "pool: seeding.enabled: on needs a pool; kind is none",
+        ),
+        (
+            "pool: {kind: memory, seeding: {enabled: maybe}}",
+            "pool.seeding.enabled: Input should be 'auto', 'on' or 'off'; got 'maybe'",
+        ),
+        (
+            "pool: {kind: memory, seeding: {at_once_max: 0}}",
+            ("pool.seeding.at_once_max: Input should be greater than or equal to 1; got 0"),
+        ),
+        (
+            "pool: {kind: memory, seeding: {pool_use_max: 1.5}}",
+            "pool.seeding.pool_use_max: Input should be less than or equal to 1; got 1.5",
+        ),
+        (
+            "pool: {kind: memory, seeding: {per_minut_max: 9}}",
+            (
+                "pool.seeding.per_minut_max: unknown key (did you mean per_minute_max?); known here:"
+                " at_once_max, busy_requests, demand_per_s_min, enabled, kv_use_max, per_minute_max,"
+                " pool_use_max, prefix_tokens_min"
+            ),
+        ),
     ],
 )
 def test_a_pool_that_cant_be_reached_is_refused(section: str, problem: str) -> None:
@@ -420,6 +445,16 @@ def test_the_pools_http_interface_is_at_its_usual_port_unless_told() -> None:
     assert told.master_url == "http://m:9100"
     usual = parse(f"pool: {{kind: mooncake, master: '10.0.0.1:50051'}}\n{ONE}").pool
     assert usual.master_url == "http://10.0.0.1:9003"
+
+
+def test_what_may_be_seeded_is_bounded_by_the_operator() -> None:
+    pool = "pool: {kind: memory, seeding: {enabled: ENABLED, at_once_max: 2, pool_use_max: 0.5}}"
+    limits = parse(f"{pool.replace('ENABLED', 'auto')}\n{ONE}").pool.seeding.limits
+    assert limits == SeedingLimits(at_once_max=2, pool_use_max=0.5)
+    limits = parse(f"{pool.replace('ENABLED', 'on')}\n{ONE}").pool.seeding.limits
+    assert limits == SeedingLimits(at_once_max=2, pool_use_max=0.5, needs_pool_use=False)
+    assert parse(f"{pool.replace('ENABLED', 'off')}\n{ONE}").pool.seeding.limits is None
+    assert parse(f"pool: {{kind: memory}}\n{ONE}").pool.seeding.limits == SeedingLimits()
 
 
 # --- variables ------------------------------------------------------------------------------------

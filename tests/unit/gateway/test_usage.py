@@ -12,6 +12,17 @@ USAGE = (
 )
 
 
+def test_what_the_pool_gave_is_reported_apart() -> None:
+    reader = UsageReader()
+    reader.feed(
+        b"{" + USAGE + b',"kv_transfer_params":{"moongate":{"device_tokens":16,"pool_tokens":32}}}'
+    )
+    assert (reader.cached_tokens(), reader.pool_tokens()) == (48, 32)
+    other = UsageReader()
+    other.feed(b"{" + USAGE + b',"kv_transfer_params":null}')
+    assert other.pool_tokens() is None
+
+
 def reported(*chunks: bytes) -> int | None:
     reader = UsageReader()
     for chunk in chunks:

@@ -29,13 +29,14 @@ from moongate.router.cost import (
     Pricing,
 )
 from moongate.router.fleet import Fleet
-from moongate.router.model import InstanceSpec, Reason, Request, Role, Trust
+from moongate.router.model import InstanceFacts, InstanceSpec, Reason, Request, Role, Trust
 from moongate.router.policy import Candidate, KvCost, Situation
 
 from .builders import (
     SOURCE_A,
     A,
     B,
+    C,
     add,
     batch,
     chain,
@@ -273,6 +274,10 @@ def test_what_lies_on_the_instance_s_own_host_comes_faster() -> None:
     far = fleet.add(InstanceSpec(B, host="10.0.0.2"))
     part = PoolPart(tokens=10, bytes_per_token=1e6, host="10.0.0.1")
     assert fleet.fetch_ms_per_token(part, near) * 2 == fleet.fetch_ms_per_token(part, far)
+    named = fleet.add(InstanceSpec(C, host="engine-3"))
+    assert fleet.fetch_ms_per_token(part, named) == fleet.fetch_ms_per_token(part, far)
+    fleet.describe(named, InstanceFacts((), address="10.0.0.1"))
+    assert fleet.fetch_ms_per_token(part, named) == fleet.fetch_ms_per_token(part, near)
     unknown = part._replace(host="")
     assert fleet.fetch_ms_per_token(unknown, near) == fleet.fetch_ms_per_token(unknown, far)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from home_policy import Home
@@ -35,7 +35,15 @@ from moongate.router import (
 )
 from moongate.router.invariants import check
 from moongate.router.model import BlockHash, BlockSpace
-from moongate.router.seeding import DEMAND_S, RECENT_S, Demand, Site, find_target
+from moongate.router.seeding import (
+    DEMAND_S,
+    RECENT_S,
+    Demand,
+    Running,
+    Seeder,
+    Site,
+    find_target,
+)
 
 from .builders import MODEL, SOURCE_A, A, B, C, add, batch, facts, feed, last_of_n, prompt, stored
 
@@ -220,6 +228,14 @@ def test_a_busy_holders_prefix_is_seeded_when_an_answer_begins() -> None:
     assert fleet.answer(second) == []
 
 
+def test_a_holder_that_is_not_busy_or_demand_for_one_only_is_no_reason() -> None:
+    fleet = Fleet(B)
+    fleet.answer(fleet.ask())
+    assert fleet.begin(fleet.ask()) == []
+    fleet = Fleet(B, limits=dataclasses.replace(LIMITS, demand_per_s_min=1.0))
+    assert fleet.begin(fleet.ask(), fleet.ask()) == []
+
+
 def test_a_whole_answer_begins_with_its_end() -> None:
     fleet = Fleet(B)
     first, _ = fleet.ask(), fleet.ask()
@@ -278,7 +294,7 @@ def test_the_bounds_of_a_fleet_hold_however_hot_it_is() -> None:
 
 @pytest.mark.parametrize(
     "pool",
-    [None, PoolChecked(is_up=False), PoolChecked(is_up=True, use=0.91), PoolChecked(is_up=True)],
+    [None, PoolChecked(is_up=False), PoolChecked(is_up=True, use=0.96), PoolChecked(is_up=True)],
 )
 def test_nothing_is_seeded_from_a_pool_that_is_down_or_nearly_full(pool: PoolChecked) -> None:
     fleet = Fleet(B, pool=pool)
@@ -378,3 +394,53 @@ def test_an_adapters_beginning_is_of_its_own_space() -> None:
         feed(fleet.core, RequestArrived(request), now=1.0)
         seeds += feed(fleet.core, RequestFirstByte(request.id), now=1.0)
     assert seeds == [Seed(RequestId("seeding/1"), HB, RequestId("x1"), "ad", tokens=8)]
+
+
+# --- invariants -----------------------------------------------------------------------------------
+
+
+def _lose_its_reservation(seeder: Seeder, seed: Seed) -> None:
+    seeder.loads.release(seed.seeding_id)
+
+
+def _run_where_nothing_is_reserved(seeder: Seeder, seed: Seed) -> None:
+    seeder.running[seed.seeding_id] = Running(HC, BlockHash(b"p"))
+
+
+def _run_two_on_one(seeder: Seeder, seed: Seed) -> None:
+    seeder.running[RequestId("s")] = seeder.running[seed.seeding_id]
+    seeder.loads.reserve(RequestId("s"), HB, 0, 1)
+    seeder.candidates.touch(HB)
+
+
+def _run_too_many(seeder: Seeder, seed: Seed) -> None:
+    for number in range(LIMITS.at_once_max):
+        name, holder = RequestId(f"s{number}"), Holder(InstanceId(f"x{number}"))
+        seeder.running[name] = Running(holder, BlockHash(b"p"))
+        seeder.loads.reserve(name, holder, 0, 1)
+
+
+def _watch_what_has_ended(seeder: Seeder, seed: Seed) -> None:
+    seeder.watched[RequestId("gone")] = next(iter(seeder.watched.values()))
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _lose_its_reservation,
+        _run_where_nothing_is_reserved,
+        _run_two_on_one,
+        _run_too_many,
+        _watch_what_has_ended,
+    ],
+)
+def test_what_is_wrong_with_a_seeding_is_found(
+    break_it: Callable[[Seeder, Seed], None],
+) -> None:
+    fleet = Fleet(B)
+    first, _ = fleet.ask(), fleet.ask()
+    (seed,) = fleet.begin(first)
+    assert fleet.core.seeder is not None
+    break_it(fleet.core.seeder, seed)
+    with pytest.raises(AssertionError):
+        check(fleet.core)
