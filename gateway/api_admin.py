@@ -30,7 +30,7 @@ from moongate.gateway.receipt import decision_as_json
 from moongate.gateway.routes import PROXIED, Route
 from moongate.gateway.settings import Settings
 from moongate.router import Request as RouterRequest
-from moongate.router import RequestId, Tier
+from moongate.router import RequestId, Role, Tier
 from moongate.router.fleet import InstanceState
 
 
@@ -139,10 +139,13 @@ def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
     reasons: list[str] = []
     if readiness.is_draining:
         reasons.append("the gateway is stopping")
-    usable = [i for i in driver.core.fleet if i.is_healthy and i.facts is not None]
-    if not usable:
-        names = ", ".join(i.spec.id for i in driver.core.fleet) or "none is known"
+    fleet = list(driver.core.fleet)
+    up = [i for i in fleet if i.is_healthy and i.facts is not None and not i.is_draining]
+    if not up:
+        names = ", ".join(i.spec.id for i in fleet) or "none is known"
         reasons.append(f"no instance is up ({names})")
+    elif all(i.spec.role is Role.PREFILL for i in up):
+        reasons.append("no instance that decodes is up, only some that prefill")
     return reasons
 
 

@@ -97,6 +97,10 @@ SHED_CODES = frozenset(
 )
 """Refusals for want of room, which `moongate_rejected_total` counts by reason."""
 
+ADOPTED_MAX = 128
+"""Past so many hand-offs whose clients have left, requests are not handed over any more: a prompt that is
+computed where it is decoded ends with its client."""
+
 CLIENT_LEFT_STATUS = 499
 """Counted for a request whose client left; nobody receives it."""
 
@@ -140,6 +144,11 @@ class HotPath:
             task.cancel()
         await asyncio.gather(*self._adopted, return_exceptions=True)
         await self.bootstraps.close()
+
+    @property
+    def adopted(self) -> int:
+        """Return how many hand-offs go on without a client."""
+        return len(self._adopted)
 
     def adopt(self, work: Coroutine[None, None, None]) -> None:
         """Let work go on whose client has left."""
@@ -262,7 +271,9 @@ class _Exchange:
             session_key=find_session_key(self._headers, body, self._path.settings.session.header),
             tie_key=find_user(body),
             policy=policy,
-            may_hand_over=hands_over and may_hand_over(self._route, body),
+            may_hand_over=(
+                hands_over and self._path.adopted < ADOPTED_MAX and may_hand_over(self._route, body)
+            ),
             stays_whole=hands_over and self._stays_whole(body, model),
         )
 

@@ -30,7 +30,8 @@ class Link:
         """Return the instance as the routing core knows it."""
         settings = self.settings
         host = urlsplit(settings.url).hostname or ""
-        return InstanceSpec(self.id, Role(settings.role), settings.weight, host)
+        receives = settings.kv_connector != "auto" or None
+        return InstanceSpec(self.id, Role(settings.role), settings.weight, host, receives)
 
     async def close_when_idle(self, limit_s: float) -> None:
         """Close once no request is under way, at the latest after the limit."""

@@ -101,13 +101,14 @@ class Chooser:
         now: float,
         excluded: Sequence[InstanceId] = (),
         places: int | None = PLACES,
+        duty: Duty = Duty.ALL,
     ) -> Choice | None:
         """Return what `policy` decides for the request now. None: there is no candidate.
 
         `places`: how many are ranked at least, None for all.
         """
         if not (request.may_hand_over and self.fleet.has_prefill(request.model)):
-            duty = Duty.WHOLE if request.stays_whole else Duty.ALL
+            duty = Duty.WHOLE if request.stays_whole else duty
             ranking = self._rank(policy, request, random_below, now, excluded, places, duty)
             if ranking is None:
                 return None
@@ -118,7 +119,7 @@ class Chooser:
         prefill = self._rank(policy, request, random_below, now, excluded, places, Duty.PREFILL)
         if prefill is None:
             return _alone(policy, request, local, is_only=len(local.group.seats) == 1)
-        return self._pair(policy, request, local, prefill)
+        return self._pair(policy, request, local, prefill, now, excluded)
 
     def _rank(
         self,
@@ -145,11 +146,21 @@ class Chooser:
         )
         return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
 
-    def _pair(self, policy: Policy, request: Request, local: _Ranking, prefill: _Ranking) -> Choice:
+    def _pair(
+        self,
+        policy: Policy,
+        request: Request,
+        local: _Ranking,
+        prefill: _Ranking,
+        now: float,
+        excluded: Sequence[InstanceId],
+    ) -> Choice:
         """Return where a request goes that may go to two: to a pair, or to one."""
         weights = getattr(policy, "weights", None)
+        receivers = self.table.group(request.model, now, excluded, Duty.RECEIVE).positions
         pair = choose_pair(
             local.ranked,
+            [place for place in local.ranked if place.holder in receivers],
             prefill.ranked,
             weights if isinstance(weights, CostWeights) else CostWeights(),
             request.prompt.token_count if request.prompt is not None else 0,

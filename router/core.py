@@ -58,6 +58,7 @@ from moongate.router.model import (
     TEXT_SPACE,
     BlockHash,
     BlockSpace,
+    Duty,
     Holder,
     InstanceFacts,
     InstanceId,
@@ -275,12 +276,14 @@ class RouterCore:
 
     def _redeliver(self, tracked: Tracked, now: float) -> Forward | None:
         """Choose who else fetches the blocks that a prefill instance keeps for the request."""
-        choice = self._choose_other(tracked, alone(tracked.request), now)
+        choice = self._choose_other(tracked, alone(tracked.request), now, Duty.RECEIVE)
         return self._requests.redeliver(tracked, choice, now) if choice is not None else None
 
-    def _choose_other(self, tracked: Tracked, request: Request, now: float) -> Choice | None:
+    def _choose_other(
+        self, tracked: Tracked, request: Request, now: float, duty: Duty = Duty.ALL
+    ) -> Choice | None:
         excluded = [*tracked.failed, *tracked.full]
-        return self._choose(request, now, self._random_below, excluded)
+        return self._choose(request, now, self._random_below, excluded, duty=duty)
 
     def _request_failed(self, event: RequestFailed | PrefillFailed, now: float) -> list[Command]:
         """An attempt failed before its first byte: try once more elsewhere, or let it be told."""
@@ -329,9 +332,10 @@ class RouterCore:
         random_below: RandomBelow,
         excluded: Sequence[InstanceId] = (),
         places: int | None = PLACES,
+        duty: Duty = Duty.ALL,
     ) -> Choice | None:
         policy = self.get_policy(request.policy)
-        return self._chooser.choose(policy, request, random_below, now, excluded, places)
+        return self._chooser.choose(policy, request, random_below, now, excluded, places, duty)
 
     def is_settled(self, request: Request, now: float) -> bool:
         """Tell whether all is announced of the turn that the request continues, if it does one."""

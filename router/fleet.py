@@ -46,6 +46,7 @@ requests that each have to fail over."""
 ROLES: Mapping[Duty, frozenset[Role]] = {
     Duty.ALL: frozenset({Role.BOTH, Role.DECODE}),
     Duty.PREFILL: frozenset({Role.PREFILL}),
+    Duty.RECEIVE: frozenset({Role.BOTH, Role.DECODE}),
     Duty.WHOLE: frozenset({Role.BOTH}),
 }
 
@@ -227,10 +228,21 @@ class Fleet:
             if i.is_healthy
             and not i.is_draining
             and i.spec.role in ROLES[duty]
+            and (duty is not Duty.RECEIVE or self._receives(i, model))
             and i.spec.id not in left_out
         ]
         working = [i for i in healthy if not i.is_suspended(now)]
         return working if working or duty is Duty.PREFILL else healthy
+
+    def _receives(self, instance: InstanceState, model: str) -> bool:
+        """Tell whether an instance may be given what another has prefilled.
+
+        One that can't would compute it anew, and the blocks would be kept for nobody.
+        """
+        if instance.spec.role is Role.DECODE or instance.spec.receives is not None:
+            return instance.spec.receives is not False
+        is_sure = (i.spec.role is Role.DECODE or i.spec.receives for i in self.serving(model))
+        return not any(is_sure)
 
     def model_cards(self) -> Mapping[str, ModelCard]:
         """Return every model that some instance serves, by name."""

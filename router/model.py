@@ -38,6 +38,7 @@ class Duty(Enum):
 
     ALL = "all"  # compute the prompt and the answer; what is left to do after a hand-off as well
     PREFILL = "prefill"  # compute the prompt for another instance
+    RECEIVE = "receive"  # fetch what another has prefilled, and answer
     WHOLE = "whole"  # both, on one that never works for another
 
 
@@ -137,6 +138,8 @@ class InstanceSpec:
     role: Role = Role.BOTH
     weight: float = 1.0  # relative speed; 2.0 takes twice the load of 1.0
     host: str = ""  # on which it runs; "": not known
+    # Whether it can fetch what another has prefilled. None: not told; it does where nobody else can.
+    receives: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

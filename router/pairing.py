@@ -27,28 +27,38 @@ class Pair(NamedTuple):
 
 def choose_pair(
     decoding: Sequence[Ranked],
+    receiving: Sequence[Ranked],
     prefilling: Sequence[Ranked],
     weights: CostWeights,
     prompt_tokens: int,
     handoff_tokens_per_ms: float,
 ) -> Pair:
-    """Return the cheapest way. Both are ranked for the same request; `decoding` has all of them."""
-    if not prefilling:
+    """Return the cheapest way. All are ranked for the same request.
+
+    `decoding`: all that may decode; `receiving`: of these, those that can fetch what another prefilled.
+    """
+    if not prefilling or not receiving:
         return Pair(decoding, None)
     prefill = prefilling[0]
     if prefill.cost_ms is None or decoding[0].cost_ms is None:
-        return Pair(decoding, prefill)
+        return Pair(receiving, prefill)
     alone = sorted((_alone(p, weights) for p in decoding if _may_compute(p)), key=_cost)
     paired = sorted(
         (
             _paired(place, prefill, weights, prompt_tokens, handoff_tokens_per_ms)
-            for place in decoding
+            for place in receiving
         ),
         key=_cost,
     )
     if alone and _cost(alone[0]) <= _cost(paired[0]):
-        return Pair(alone, None)
-    return Pair(paired, prefill)
+        return Pair(_with_others(alone, paired), None)
+    return Pair(_with_others(paired, alone), prefill)
+
+
+def _with_others(chosen: Sequence[Ranked], others: Sequence[Ranked]) -> list[Ranked]:
+    """Return the places of the way that was chosen, and behind them those that only the other has."""
+    holders = {place.holder for place in chosen}
+    return [*chosen, *(place for place in others if place.holder not in holders)]
 
 
 def _may_compute(place: Ranked) -> bool:
@@ -63,8 +73,6 @@ def _may_compute(place: Ranked) -> bool:
 def _alone(place: Ranked, weights: CostWeights) -> Ranked:
     """Return what it costs to compute the prompt where it is decoded."""
     candidate = place.candidate
-    if candidate.role is not Role.DECODE:
-        return place
     prefill_ms = place.terms_ms.get("prefill", 0.0)
     held_up = 1 + candidate.active_requests
     stall_ms = weights.stall_ms + prefill_ms * held_up * weights.stall_weight

@@ -61,6 +61,14 @@ def core_of(
     return core
 
 
+def receive(core: RouterCore, instance_id: InstanceId) -> None:
+    """Let it be known that an instance of both roles can fetch what another has prefilled."""
+    instance = core.fleet.find(instance_id)
+    assert instance is not None
+    instance.spec = dataclasses.replace(instance.spec, receives=True)
+    core.candidates.reset()
+
+
 def arrived(
     name: str, *token_ids: int, may_hand_over: bool = True, stays_whole: bool = False
 ) -> RequestArrived:
@@ -396,8 +404,22 @@ def test_it_is_redelivered_however_many_attempts_there_were() -> None:
     assert core.loads.loads == {}
 
 
+def test_an_instance_of_both_roles_gets_blocks_only_if_it_is_known_to_take_them() -> None:
+    core = core_of(both=(B,), policy="round_robin")
+    assert sent(core, arrived("r")).holder == HD
+    hear(core, PrefillEnded(R))
+    assert hear(core, failed(FailureKind.UNREACHABLE)) == [Probe(D), RelayFailure(R)]
+
+
+def test_where_nobody_only_decodes_instances_of_both_roles_are_taken_to_fetch() -> None:
+    core = core_of(decode=(), both=(B,), policy="round_robin")
+    forward = sent(core, arrived("r"))
+    assert (forward.prefill, forward.holder) == (HP, HB)
+
+
 def test_an_instance_of_both_roles_takes_it_too() -> None:
     core = core_of(both=(B,), policy="round_robin")
+    receive(core, B)
     first = sent(core, arrived("r"))
     hear(core, PrefillEnded(R))
     again = sent(core, failed(FailureKind.UNREACHABLE))
