@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conversation import Conversation, Reply
+from conversation import Conversation, Reply, ask
 from engine_metrics import counter
 from pool_processes import MIB, MooncakePool
 from processes import BLOCK_TOKENS, EngineProcess, Serve, states_of
@@ -140,6 +140,20 @@ def test_a_pool_that_is_too_small_is_not_counted_on(
     assert len(wrong) <= 0.05 * len(replies)
 
 
+def fetch_once(pair: Pair, model: Path) -> None:
+    """Let each engine store something, and fetch what the other one stored.
+
+    An engine's first call to a new master fails, and with it a look-up; its first fetch from a new store
+    process takes up to some seconds, for the connection.
+    """
+    for engine in pair:
+        Conversation(engine.url, model, seed=3).grow(1, tokens=100)
+    for seed, (one, other) in enumerate((pair, pair[::-1]), start=4):
+        stored = Conversation(one.url, model, seed=seed)
+        stored.grow(1, tokens=600)
+        wait_for(lambda: ask(other.url, stored.messages[:1]).cached_tokens > 0, 20.0)  # noqa: B023
+
+
 def test_a_session_goes_on_from_the_pool_when_its_home_dies(
     pair: Pair, pool: MooncakePool, tiny_model: Path, serve: Serve,
     capsys: pytest.CaptureFixture[str],
@@ -147,8 +161,7 @@ def test_a_session_goes_on_from_the_pool_when_its_home_dies(
     pool.stop()
     pool.segment_bytes = 1024 * MIB
     pool.start()
-    for engine in pair:  # an engine's first call to a new master fails, and with it one look-up
-        Conversation(engine.url, tiny_model, seed=3).grow(1, tokens=100)
+    fetch_once(pair, tiny_model)
     gateway = serve(pair, pool=pool.settings)
     session = Conversation(gateway.url, tiny_model, seed=1)
     replies = session.grow(10, tokens=1400)
