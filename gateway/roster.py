@@ -166,9 +166,15 @@ class Roster:
     def _remove(self, instance_id: InstanceId) -> None:
         """Forget an instance now; what it has under way may still end."""
         del self._entries[instance_id]
+        reservations = self._driver.core.loads.reservations
+        given = [key for key, r in reservations.items() if r.holder.instance_id == instance_id]
         self._monitor.unwatch(instance_id)
         link = self._links.remove(instance_id)
-        closing = asyncio.create_task(link.close_when_idle(self._drain_limit_s))
+        closing = asyncio.create_task(
+            link.close_when_idle(
+                self._drain_limit_s, lambda: any(key in reservations for key in given)
+            )
+        )
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         logger.info("instance %s is gone", instance_id)
