@@ -228,7 +228,9 @@ class Announcer:
 
     def _withdraw(self, gateway: str) -> None:
         try:
-            self._send("DELETE", self._address(gateway), None, self._headers())
+            # Without the parameter it is an operator who wants the engine kept out.
+            address = f"{self._address(gateway)}?withdrawn=true"
+            self._send("DELETE", address, None, self._headers())
         except SendError as error:
             logger.warning("%s was not told of the end: %s", gateway, error)
 

@@ -72,12 +72,13 @@ class Links:
             raise Unreachable(f"instance {instance_id} was removed")
         return link
 
-    def add(self, instance: InstanceSettings) -> Link:
-        """Open a link to one more instance."""
-        link = _open(instance, self._settings)
+    def open(self, instance: InstanceSettings) -> Link:
+        """Return a link that is to be added."""
+        return _open(instance, self._settings)
+
+    def add(self, link: Link) -> None:
         assert link.id not in self._links, link.id
         self._links[link.id] = link
-        return link
 
     def remove(self, instance_id: InstanceId) -> Link:
         """Return the link of an instance that is here no more, to be closed."""

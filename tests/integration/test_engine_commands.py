@@ -150,8 +150,8 @@ def test_an_announced_engine_is_withdrawn_before_it_is_told_to_end(
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 3
     methods = [(method, path) for method, path, _ in gateway.asked]
-    assert methods[-1] == ("DELETE", "/admin/instances/a")
-    assert methods.count(("DELETE", "/admin/instances/a")) == 1
+    assert methods[-1] == ("DELETE", "/admin/instances/a?withdrawn=true")
+    assert methods.count(("DELETE", "/admin/instances/a?withdrawn=true")) == 1
     _, _, record = gateway.asked[0]
     assert record is not None
     assert record["url"] == f"http://127.0.0.1:{port}"

@@ -171,7 +171,7 @@ class World:
 
 HEALTH = ("GET", "http://engine:1/health")
 PUT = ("PUT", "http://gateway:8000/admin/instances/a")
-DELETE = ("DELETE", "http://gateway:8000/admin/instances/a")
+DELETE = ("DELETE", "http://gateway:8000/admin/instances/a?withdrawn=true")
 
 
 def announce(world: World, **change: object) -> Announcer:
@@ -233,7 +233,7 @@ def test_each_gateway_is_told_also_while_another_fails(caplog: pytest.LogCapture
     world.wait_for(PUT, times=2)
     world.wait_for(other, times=2)
     announcer.withdraw()
-    assert ("DELETE", other[1]) in world.asked
+    assert ("DELETE", f"{other[1]}?withdrawn=true") in world.asked
     assert DELETE not in world.asked
     assert sorted(caplog.messages) == [
         "announced to http://other:8000 as a",
