@@ -31,7 +31,6 @@ def test_the_record_of_an_engine_by_itself() -> None:
     assert make_record(LAUNCH) == {
         "url": "http://127.0.0.1:8101",
         "role": "both",
-        "models": ["tiny"],
         "kv_events": "tcp://127.0.0.1:5601",
         "kv_replay": "tcp://127.0.0.1:6601",
         "ranks": 1,
@@ -60,7 +59,6 @@ def test_the_record_of_a_prefill_engine_in_a_pool() -> None:
     assert make_record(launch, weight=2.5) == {
         "url": "http://10.0.0.7:8101",
         "role": "prefill",
-        "models": ["tiny"],
         "kv_events": "tcp://10.0.0.7:5601",
         "kv_replay": "tcp://10.0.0.7:6601",
         "kv_connector": "mooncake",
