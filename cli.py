@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from moongate.engine_cli import port as _port
 Command = Callable[[argparse.Namespace], int]
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+ADMIN_KEY_ENV = "MOONGATE_ADMIN_KEY"
+"""Variable with the key for a gateway's /admin, unless another is named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,6 +186,10 @@ def _add_explain(commands: Commands) -> None:  # type: ignore[type-arg]
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="gateway (default: http://127.0.0.1:8000)"
     )
+    parser.add_argument(
+        "--admin-key-env", metavar="NAME",
+        help="variable with the gateway's admin key (default: MOONGATE_ADMIN_KEY, if it is set)",
+    )  # fmt: skip
     parser.set_defaults(command=_explain)
 
 
@@ -192,10 +200,16 @@ def _explain(options: argparse.Namespace) -> int:
         body = options.file.read_bytes()
     except OSError as error:
         return _fail(f"{options.file}: {error.strerror}")
+    key = os.environ.get(options.admin_key_env or ADMIN_KEY_ENV)
+    if options.admin_key_env is not None and not key:
+        return _misused(f"--admin-key-env: the variable {options.admin_key_env} is not set")
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     try:
         answer = httpx.post(
             f"{options.url}/admin/explain", content=body, timeout=30.0, trust_env=False,
-            headers={"content-type": "application/json"},
+            headers=headers,
         )  # fmt: skip
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return _fail(f"{options.url}: {error}")

@@ -472,7 +472,7 @@ def _add_program_argument(parser: argparse.ArgumentParser, name: str) -> None:
 def _print(options: argparse.Namespace) -> int:
     build: Build = options.build
     try:
-        print(shell_script(build(options)))
+        print(shell_script(build(options), os.environ.get("HOME")))
     except LaunchError as error:
         return _misused(str(error))
     return EXIT_OK

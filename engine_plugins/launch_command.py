@@ -5,6 +5,7 @@ Pure. It knows neither vLLM nor Mooncake: `vllm_launch.py` and `store_launch.py`
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,13 +33,32 @@ def shell_line(command: LaunchCommand) -> str:
     return " ".join([*assignments, shlex.join(command.argv)])
 
 
-def shell_script(command: LaunchCommand) -> str:
-    """Return `command` as lines for a POSIX shell that also write its files, as here-documents."""
-    documents = [
-        f"cat > {shlex.quote(path)} <<'END'\n{content.rstrip()}\nEND\n"
-        for path, content in command.files.items()
+def shell_script(command: LaunchCommand, home: str | None = None) -> str:
+    """Return `command` as lines for a POSIX shell that also write its files, as here-documents.
+
+    `home`: where paths of files begin with it, "$HOME" stands in its place, so that the lines may be
+    run by another user, or in a container.
+    """
+    documents = [_here_document(path, content, home) for path, content in command.files.items()]
+    assignments = [
+        f"{name}={_shell_path(value, home) if value in command.files else shlex.quote(value)}"
+        for name, value in command.environment.items()
     ]
-    return "".join(documents) + shell_line(command)
+    return "".join(documents) + " ".join([*assignments, shlex.join(command.argv)])
+
+
+def _here_document(path: str, content: str, home: str | None) -> str:
+    folder = posixpath.dirname(path)
+    making = f"mkdir -p {_shell_path(folder, home)}\n" if folder not in ("", "/") else ""
+    return f"{making}cat > {_shell_path(path, home)} <<'END'\n{content.rstrip()}\nEND\n"
+
+
+def _shell_path(path: str, home: str | None) -> str:
+    """Return a path as one word for a shell."""
+    rest = path.removeprefix(home.rstrip("/")) if home else path
+    if rest == path or not rest.startswith("/") or not (home or "").rstrip("/"):
+        return shlex.quote(path)
+    return f'"$HOME"{shlex.quote(rest)}'
 
 
 @dataclass(frozen=True, slots=True)

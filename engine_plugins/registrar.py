@@ -50,7 +50,8 @@ def make_record(launch: EngineLaunch, *, weight: float = 1.0) -> dict[str, Any]:
     """Return what gateways are told about an engine, but for the lease; what isn't known is absent.
 
     `ranks` counts data-parallel ranks, `block_size` is in tokens, `weight` is the relative speed.
-    `hash_seed` and `hash_algorithm` name the block hashes that its events and pool keys carry.
+    `hash_seed` and `hash_algorithm` name the block hashes that its events and pool keys carry. Models
+    are left out: gateways ask the engine, whose LoRA adapters come and go, and a list would hide them.
     Raises: LaunchError if no other machine could reach the addresses.
     """
     host = reachable_host(launch)
@@ -59,7 +60,6 @@ def make_record(launch: EngineLaunch, *, weight: float = 1.0) -> dict[str, Any]:
     record: dict[str, Any] = {
         "url": http_url(host, launch.port),
         "role": launch.role,
-        "models": [launch.served_model_name],
         "kv_events": _url("tcp", host, launch.kv_events_port),
         "kv_replay": _url("tcp", host, launch.kv_replay_port),
         "kv_connector": None if handoff is None else handoff.connector,
@@ -228,7 +228,9 @@ class Announcer:
 
     def _withdraw(self, gateway: str) -> None:
         try:
-            self._send("DELETE", self._address(gateway), None, self._headers())
+            # Without the parameter it is an operator who wants the engine kept out.
+            address = f"{self._address(gateway)}?withdrawn=true"
+            self._send("DELETE", address, None, self._headers())
         except SendError as error:
             logger.warning("%s was not told of the end: %s", gateway, error)
 

@@ -18,7 +18,8 @@ from typing import Protocol
 LEFTOVERS_S = 5.0
 """What the engine's own children get to end, and to free their shared memory, after it did."""
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+_FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Announced(Protocol):
@@ -32,8 +33,8 @@ class Announced(Protocol):
 def supervise(argv: Sequence[str], environment: Mapping[str, str], announcer: Announced) -> int:
     """Run a command until it ends, announced, and return its exit code (128 + N for signal N).
 
-    A signal is passed on, but the announcement is withdrawn first: gateways must not send anything
-    more to an engine that is about to end. Call it in the main thread.
+    A signal is passed on, but before one that ends it (SIGTERM, SIGINT) the announcement is withdrawn:
+    gateways must not send anything more to an engine that is about to end. Call it in the main thread.
     Raises: OSError if there is nothing to run.
     """
     # Handlers only note what came; a queue's `put` is safe in them, unlike requests and locks.
@@ -46,8 +47,9 @@ def supervise(argv: Sequence[str], environment: Mapping[str, str], announcer: An
     try:
         while process.poll() is None:
             received = signals.get()
-            if received != signal.SIGCHLD:
+            if received in _ENDING:
                 announcer.withdraw()
+            if received != signal.SIGCHLD:
                 process.send_signal(received)
     finally:
         announcer.withdraw()

@@ -27,6 +27,7 @@ from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import decision_as_json
+from moongate.gateway.roster import Roster
 from moongate.gateway.routes import PROXIED, Route
 from moongate.gateway.settings import Settings
 from moongate.router import Request as RouterRequest
@@ -48,6 +49,7 @@ def make_admin_app(
     prompts: PromptPipeline,
     metrics: Metrics,
     readiness: Readiness,
+    roster: Roster,
     pooling: Pooling | None = None,
 ) -> FastAPI:
     """Return the application for everything that is not proxied."""
@@ -94,8 +96,8 @@ def make_admin_app(
 
     @app.get("/admin/instances")
     async def instances() -> dict[str, Any]:
-        """State, role, trust, load and tokens held, of each instance."""
-        return {"instances": [_instance_as_json(driver, state) for state in core.fleet]}
+        """Address, origin, state, role, trust, load and tokens held, of each instance."""
+        return {"instances": [_instance_as_json(driver, roster, state) for state in core.fleet]}
 
     @app.get("/admin/index")
     async def index() -> dict[str, Any]:
@@ -149,10 +151,13 @@ def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
     return reasons
 
 
-def _instance_as_json(driver: Driver, state: InstanceState) -> dict[str, Any]:
-    core = driver.core
+def _instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> dict[str, Any]:
+    core, listing = driver.core, roster.describe(state.spec.id)
     return {
         "id": state.spec.id,
+        "url": listing.url,
+        "origin": listing.origin.value,
+        "lease_s_left": listing.lease_s_left,
         "role": state.spec.role.value,
         "weight": state.spec.weight,
         "state": _state_of(state, driver.clock()),

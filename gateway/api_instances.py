@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -17,6 +18,9 @@ from moongate.gateway.roster import Change, Roster, read_record
 
 RECORD_BYTES_MAX = 65_536
 
+PASSED_ON = ("origin", "forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers of a request that comes from elsewhere though its connection is from this machine."""
+
 
 class AdminGuard:
     """Who may call `/admin`: with a key configured whoever has it, else changes only from loopback."""
@@ -26,20 +30,33 @@ class AdminGuard:
 
     def check(self, request: Request) -> None:
         """Raises: GatewayError (401, 403)."""
+        headers = read_headers(request.scope["headers"])
         if self._key is not None:
-            headers = read_headers(request.scope["headers"])
-            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode("latin-1", "replace"), self._key):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            key = given.strip().encode("latin-1", "replace")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key, self._key):
                 raise GatewayError(
                     401, "the admin key is missing or wrong; send it as a bearer token", "unauthorized",
                     headers={"www-authenticate": "Bearer"},
                 )  # fmt: skip
-        elif request.method not in ("GET", "HEAD") and not _is_loopback(request):
-            raise GatewayError(
-                403,
-                "without auth.admin_key_env, changes are taken from this machine only",
-                "forbidden",
-            )
+        elif request.method not in ("GET", "HEAD"):
+            _check_is_local(request, headers)
+
+
+def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
+    """Raises: GatewayError (403)."""
+    if not _is_loopback(request):
+        raise GatewayError(
+            403, "without auth.admin_key_env, changes are taken from this machine only", "forbidden"
+        )
+    passed_on = next((name for name in PASSED_ON if name in headers), None)
+    if passed_on is not None:
+        raise GatewayError(
+            403,
+            f"without auth.admin_key_env, changes with {passed_on} (of a proxy or a browser) are"
+            " not taken",
+            "forbidden",
+        )
 
 
 def _is_loopback(request: Request) -> bool:
@@ -59,7 +76,7 @@ def make_instance_routes(roster: Roster) -> APIRouter:
     @router.post("")
     async def add(request: Request) -> JSONResponse:
         """Add an instance; it stays until it is removed, or for `lease_s`."""
-        return _changed(roster.announce(read_record(await _read_json(request))))
+        return _changed(roster.add(read_record(await _read_json(request))))
 
     @router.put("/{instance_id}")
     async def announce(instance_id: str, request: Request) -> JSONResponse:
@@ -67,9 +84,12 @@ def make_instance_routes(roster: Roster) -> APIRouter:
         return _changed(roster.announce(read_record(await _read_json(request), instance_id)))
 
     @router.delete("/{instance_id}")
-    async def leave(instance_id: str) -> JSONResponse:
-        """Drain an instance, then remove it."""
-        roster.leave(instance_id)
+    async def leave(instance_id: str, *, withdrawn: bool = False) -> JSONResponse:
+        """Drain an instance, then remove it. `withdrawn`: it is its engine that says so."""
+        if withdrawn:
+            roster.withdraw(instance_id)
+        else:
+            roster.leave(instance_id)
         return JSONResponse({"id": instance_id, "state": "draining"}, 202)
 
     @router.post("/{instance_id}/drain")
@@ -92,7 +112,10 @@ def _changed(change: Change) -> JSONResponse:
 
 
 async def _read_json(request: Request) -> Any:
-    """Raises: GatewayError (400, 413)."""
+    """Raises: GatewayError (400, 413, 415)."""
+    kind = read_headers(request.scope["headers"]).get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise GatewayError(415, "expected content-type: application/json", "unsupported_media_type")
     body = bytearray()
     async for piece in request.stream():
         body += piece

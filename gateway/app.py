@@ -109,12 +109,13 @@ class Gateway:
         self._hot_path = HotPath(
             settings, driver, self._links, prompts, metrics, self._pooling, self._seeding
         )
-        self._admin = make_admin_app(
-            settings, driver, self._monitor, prompts, metrics, self.readiness, self._pooling
-        )
         self._roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
+        self._admin = make_admin_app(
+            settings, driver, self._monitor, prompts, metrics, self.readiness, self._roster,
+            self._pooling,
+        )  # fmt: skip
         self._admin.include_router(make_instance_routes(self._roster))
         if self._pooling is not None:
             self._pooling.start()

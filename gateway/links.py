@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,6 +13,9 @@ from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.settings import InstanceSettings, Settings
 from moongate.gateway.upstream import Unreachable, Upstream
 from moongate.router import InstanceId, InstanceSpec, Role
+
+NEEDED_INTERVAL_S = 0.2
+"""How often it is looked at whether a removed instance's link is still needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,16 @@ class Link:
         receives = settings.kv_connector != "auto" or None
         return InstanceSpec(self.id, Role(settings.role), settings.weight, host, receives)
 
-    async def close_when_idle(self, limit_s: float) -> None:
-        """Close once no request is under way, at the latest after the limit."""
+    async def close_when_idle(self, limit_s: float, is_needed: Callable[[], bool]) -> None:
+        """Close once no request is under way and none is to come, at the latest after the limit.
+
+        *Why* `is_needed`: a decode instance has no connection while the prompt is computed elsewhere.
+        """
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
+                    while is_needed():  # noqa: ASYNC110 - the core tells nobody of it
+                        await asyncio.sleep(NEEDED_INTERVAL_S)
                     await self.upstream.until_idle()
         finally:
             await self.close()
@@ -65,12 +73,13 @@ class Links:
             raise Unreachable(f"instance {instance_id} was removed")
         return link
 
-    def add(self, instance: InstanceSettings) -> Link:
-        """Open a link to one more instance."""
-        link = _open(instance, self._settings)
+    def open(self, instance: InstanceSettings) -> Link:
+        """Return a link that is to be added."""
+        return _open(instance, self._settings)
+
+    def add(self, link: Link) -> None:
         assert link.id not in self._links, link.id
         self._links[link.id] = link
-        return link
 
     def remove(self, instance_id: InstanceId) -> Link:
         """Return the link of an instance that is here no more, to be closed."""

@@ -2,6 +2,9 @@
 
 An engine announces itself with a lease and renews it; when the lease ends, it is gone. An operator adds
 instances that stay. Whoever is removed gets no more work at once; what it has under way may end first.
+
+What an operator says of an announced engine holds against its renewals: drained, it stays so whatever it
+announces, and removed, it is kept out (barred) until it has announced nothing for a lease.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.links import Links
+from moongate.gateway.links import Link, Links
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.settings import InstanceSettings, Seconds
 from moongate.router import InstanceDraining, InstanceId
@@ -39,11 +42,13 @@ class Announced(InstanceSettings):
     pool_master: str | None = None
     pool_prefix: str | None = None
 
-    @model_validator(mode="after")
-    def _check_key(self) -> Announced:
-        if self.api_key_env is not None:
+    @model_validator(mode="before")
+    @classmethod
+    def _check_key(cls, given: Any) -> Any:
+        # Before the other checks, which would tell whether such a variable exists.
+        if isinstance(given, dict) and given.get("api_key_env") is not None:
             raise ValueError("api_key_env: only the gateway's own configuration may name one")
-        return self
+        return given
 
     @property
     def settings(self) -> InstanceSettings:
@@ -60,14 +65,33 @@ class Change(Enum):
     REPLACED = "replaced"
 
 
+class Origin(Enum):
+    """Where an instance came from."""
+
+    FILE = "file"
+    ANNOUNCED = "announced"  # by its engine
+    ADDED = "added"  # by an operator
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is told of an instance's place here."""
+
+    url: str
+    origin: Origin
+    lease_s_left: float | None  # None: it stays until it is removed
+
+
 @dataclass(slots=True)
 class _Entry:
-    """An instance that came at run time, or one that is leaving."""
+    """An instance that is here, perhaps leaving."""
 
+    settings: InstanceSettings = field(repr=False)
+    origin: Origin
     record: Announced | None = None  # None: of the configuration
     expires_at: float | None = None
+    is_drained: bool = False  # by an operator
     leaves_by: float | None = None  # it is draining, and is removed once idle, or then
-    settings: InstanceSettings | None = field(default=None, repr=False)
 
 
 class Roster:
@@ -87,7 +111,8 @@ class Roster:
         self._monitor = monitor
         self._clock = clock
         self._drain_limit_s = drain_limit_s
-        self._entries = {link.id: _Entry(settings=link.settings) for link in links}
+        self._entries = {link.id: _Entry(link.settings, Origin.FILE) for link in links}
+        self._barred: dict[InstanceId, float] = {}  # removed by an operator; until when
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -103,46 +128,98 @@ class Roster:
     # --- what is asked of it ----------------------------------------------------------------------
 
     def announce(self, record: Announced) -> Change:
-        """Take an instance in, or note that it is still there. Raises: GatewayError (409)."""
-        instance_id = InstanceId(record.id)
-        entry = self._entries.get(instance_id)
-        if entry is not None and entry.record is None:
-            raise _conflict(f"instance {record.id} is in the gateway's configuration", "id")
-        for other_id, other in self._entries.items():
-            is_same_url = other.settings is not None and other.settings.url == record.url
-            if other_id != instance_id and is_same_url:
-                raise _conflict(f"url: instance {other_id} has this one already", "url")
-        change = Change.ADDED
-        if entry is not None:
-            if entry.record == record and entry.leaves_by is None:
-                entry.expires_at = self._expiry(record)
-                return Change.RENEWED
-            self._remove(instance_id)
-            change = Change.REPLACED
-        self._add(record)
+        """Take an engine in, or note that it is still there. Raises: GatewayError (409)."""
+        instance_id, now = InstanceId(record.id), self._clock()
+        if self._barred.get(instance_id, now) > now:
+            # For as long as it is there; whoever starts anew was absent, or had withdrawn.
+            self._barred[instance_id] = now + (record.lease_s or 0.0)
+            raise _conflict(
+                f"an operator removed instance {record.id}; undrain lets it in again", "id"
+            )
+        return self._take_in(record, Origin.ANNOUNCED)
+
+    def add(self, record: Announced) -> Change:
+        """Take an operator's instance in, whatever was said of this id. Raises: GatewayError (409)."""
+        change = self._take_in(record, Origin.ADDED)
+        self._barred.pop(InstanceId(record.id), None)
+        self.undrain(record.id)
         return change
 
     def drain(self, instance_id: str) -> None:
-        """Give an instance no more work. Raises: GatewayError (404)."""
-        self._set_draining(self._find(instance_id), is_draining=True)
+        """Give an instance no more work, also if it is announced again. Raises: GatewayError (404)."""
+        found = self._find(instance_id)
+        self._entries[found].is_drained = True
+        self._set_draining(found, is_draining=True)
 
     def undrain(self, instance_id: str) -> None:
-        """Give an instance work again. Raises: GatewayError (404)."""
+        """Give an instance work again; one that was removed, once it is announced again.
+
+        Raises: GatewayError (404).
+        """
+        was_barred = self._barred.pop(InstanceId(instance_id), None) is not None
+        if was_barred and InstanceId(instance_id) not in self._entries:
+            return
         found = self._find(instance_id)
         self._entries[found].leaves_by = None
+        self._entries[found].is_drained = False
         self._set_draining(found, is_draining=False)
 
     def leave(self, instance_id: str) -> None:
-        """Remove an instance once it is idle, at the latest after the drain limit.
+        """Remove an instance once it is idle, at the latest after the drain limit, and keep it out.
 
         Raises: GatewayError (404).
         """
         found = self._find(instance_id)
-        self._set_draining(found, is_draining=True)
-        self._entries[found].leaves_by = self._clock() + self._drain_limit_s
-        self._look()
+        record = self._entries[found].record
+        if record is not None and record.lease_s is not None:
+            self._barred[found] = self._clock() + record.lease_s
+        self._set_leaving(found)
+
+    def withdraw(self, instance_id: str) -> None:
+        """Remove an instance whose engine ends; another may come. Raises: GatewayError (404)."""
+        was_barred = self._barred.pop(InstanceId(instance_id), None) is not None
+        if not was_barred or InstanceId(instance_id) in self._entries:
+            self._set_leaving(self._find(instance_id))
+
+    def describe(self, instance_id: InstanceId) -> Listing:
+        """Return what is told of an instance that is here."""
+        entry = self._entries[instance_id]
+        expires_at = entry.expires_at
+        left_s = max(0.0, expires_at - self._clock()) if expires_at is not None else None
+        return Listing(entry.settings.url, entry.origin, left_s)
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _take_in(self, record: Announced, origin: Origin) -> Change:
+        """Raises: GatewayError (409)."""
+        instance_id = InstanceId(record.id)
+        self._check_free(instance_id, record)
+        entry = self._entries.get(instance_id)
+        if entry is not None and entry.record == record and entry.leaves_by is None:
+            entry.origin, entry.expires_at = origin, self._expiry(record)
+            return Change.RENEWED
+        # Opened first: if that fails, nothing has changed.
+        link = self._links.open(record.settings)
+        if entry is not None:
+            self._remove(instance_id)
+        self._add(link, record, origin)
+        if entry is not None and entry.is_drained:
+            self.drain(record.id)
+        return Change.ADDED if entry is None else Change.REPLACED
+
+    def _check_free(self, instance_id: InstanceId, record: Announced) -> None:
+        """Raises: GatewayError (409) if another has the id or the url."""
+        entry, now = self._entries.get(instance_id), self._clock()
+        if entry is not None and entry.record is None:
+            raise _conflict(f"instance {record.id} is in the gateway's configuration", "id")
+        if entry is not None and entry.settings.url != record.url:
+            is_over = entry.expires_at is not None and entry.expires_at <= now
+            if entry.leaves_by is None and not is_over:
+                # Two engines of one id would replace each other for ever.
+                raise _conflict(f"id: {entry.settings.url} has this one already", "id")
+        for other_id, other in self._entries.items():
+            if other_id != instance_id and other.settings.url == record.url:
+                raise _conflict(f"url: instance {other_id} has this one already", "url")
 
     def _find(self, instance_id: str) -> InstanceId:
         found = InstanceId(instance_id)
@@ -150,25 +227,35 @@ class Roster:
             raise GatewayError(404, f"there is no instance {instance_id[:64]}", "not_found", "id")
         return found
 
+    def _set_leaving(self, instance_id: InstanceId) -> None:
+        self._set_draining(instance_id, is_draining=True)
+        self._entries[instance_id].leaves_by = self._clock() + self._drain_limit_s
+        self._look()
+
     def _set_draining(self, instance_id: InstanceId, *, is_draining: bool) -> None:
         self._driver.handle(InstanceDraining(instance_id, is_draining))
 
     def _expiry(self, record: Announced) -> float | None:
         return self._clock() + record.lease_s if record.lease_s is not None else None
 
-    def _add(self, record: Announced) -> None:
-        settings = record.settings
-        link = self._links.add(settings)
-        self._entries[link.id] = _Entry(record, self._expiry(record), settings=settings)
+    def _add(self, link: Link, record: Announced, origin: Origin) -> None:
+        self._links.add(link)
+        self._entries[link.id] = _Entry(link.settings, origin, record, self._expiry(record))
         self._monitor.watch(link, record.model_dump(exclude_none=True))
-        logger.info("instance %s came: %s", link.id, settings.url)
+        logger.info("instance %s came: %s", link.id, link.settings.url)
 
     def _remove(self, instance_id: InstanceId) -> None:
         """Forget an instance now; what it has under way may still end."""
         del self._entries[instance_id]
+        reservations = self._driver.core.loads.reservations
+        given = [key for key, r in reservations.items() if r.holder.instance_id == instance_id]
         self._monitor.unwatch(instance_id)
         link = self._links.remove(instance_id)
-        closing = asyncio.create_task(link.close_when_idle(self._drain_limit_s))
+        closing = asyncio.create_task(
+            link.close_when_idle(
+                self._drain_limit_s, lambda: any(key in reservations for key in given)
+            )
+        )
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         logger.info("instance %s is gone", instance_id)
@@ -181,6 +268,7 @@ class Roster:
     def _look(self) -> None:
         """Remove those whose lease has ended, and those that leave and are idle."""
         now = self._clock()
+        self._barred = {key: until for key, until in self._barred.items() if until > now}
         for instance_id, entry in list(self._entries.items()):
             has_ended = entry.expires_at is not None and entry.expires_at <= now
             if has_ended:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 
+import httpx
 import yaml
 from pydantic import (
     AfterValidator,
@@ -67,14 +68,24 @@ def _check_header_name(name: str) -> str:
 
 
 def _check_url(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # a bracket too many
+        raise ValueError("expected http://host:port") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected http://host:port")
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError("expected http://host:port without path, query or user")
     if not _has_good_port(parts) or any(char.isspace() for char in url):
         raise ValueError("expected http://host:port with a port from 1 to 65535")
-    return f"{parts.scheme}://{parts.netloc.lower()}"
+    try:
+        parsed = httpx.URL(url)
+        host = parsed.raw_host.decode("ascii").lower()
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ValueError(f"expected http://host:port with a valid host ({error})") from error
+    # Without a default port, so that one address has one form; ids and urls must be unique.
+    port = f":{parsed.port}" if parsed.port is not None else ""
+    return f"{parts.scheme}://[{host}]{port}" if ":" in host else f"{parts.scheme}://{host}{port}"
 
 
 def _has_good_port(parts: SplitResult) -> bool:

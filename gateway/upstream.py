@@ -31,7 +31,7 @@ class UpstreamError(Exception):
 
 
 class Unreachable(UpstreamError):
-    """Refused, or no route: nothing listens there."""
+    """Refused, or no route: nothing listens there; or we gave the instance up before anything was sent."""
 
 
 class NoConnection(UpstreamError):
@@ -135,6 +135,7 @@ class Upstream:
         `on_sent` is called when there is a connection and all is given to it. `may_exceed`: though
         the instance has as many connections as it may have. Raises: UpstreamError.
         """
+        self._check_open()
         head = format_request(path, self._authority, headers, sum(map(len, body)))
         kept, began = self._take_idle(), asyncio.get_running_loop().time()
         if kept is not None:
@@ -209,7 +210,13 @@ class Upstream:
             self._connecting -= 1
         if self._is_closed:
             connection.abort()
+        self._check_open()
         return connection
+
+    def _check_open(self) -> None:
+        """Raises: Unreachable, since nothing is sent any more."""
+        if self._is_closed:
+            raise Unreachable("the instance was removed")
 
     def keep(self, connection: _Connection) -> None:
         """Take a connection back that can carry another exchange."""

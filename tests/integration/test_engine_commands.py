@@ -38,6 +38,8 @@ def end(number, frame):
     print("engine got", number, flush=True)
     os._exit(3)
 signal.signal(signal.SIGTERM, end)
+for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: print("engine got", number, flush=True))
 if "LEAVES" in os.environ:
     print("left", subprocess.Popen(["sleep", "300"]).pid, flush=True)
 server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
@@ -150,8 +152,8 @@ def test_an_announced_engine_is_withdrawn_before_it_is_told_to_end(
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 3
     methods = [(method, path) for method, path, _ in gateway.asked]
-    assert methods[-1] == ("DELETE", "/admin/instances/a")
-    assert methods.count(("DELETE", "/admin/instances/a")) == 1
+    assert methods[-1] == ("DELETE", "/admin/instances/a?withdrawn=true")
+    assert methods.count(("DELETE", "/admin/instances/a?withdrawn=true")) == 1
     _, _, record = gateway.asked[0]
     assert record is not None
     assert record["url"] == f"http://127.0.0.1:{port}"
@@ -159,6 +161,21 @@ def test_an_announced_engine_is_withdrawn_before_it_is_told_to_end(
     assert f"engine got {signal.SIGTERM.value}" in output
     left = int(output.split("left ")[1].split()[0])
     assert not is_running(left)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_does_not_end_an_engine_leaves_it_announced(
+    serve: Serve, gateways: Callable[..., FakeGateway], number: signal.Signals
+) -> None:
+    gateway = gateways()
+    url = f"http://127.0.0.1:{gateway.port}"
+    process = serve("--port", str(free_port()), "--announce", url, "--lease", "0.3")
+    gateway.wait_for("PUT")
+    process.send_signal(number)
+    assert process.stdout is not None
+    assert f"engine got {number.value}\n" in process.stdout  # reads on until it is there
+    gateway.wait_for("PUT", times=len(gateway.asked) + 2)
+    assert {method for method, _, _ in gateway.asked} == {"PUT"}
 
 
 def test_a_gateway_that_is_started_again_hears_of_the_engine_again(

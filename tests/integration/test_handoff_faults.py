@@ -194,6 +194,29 @@ async def test_a_refused_decode_leg_is_delivered_to_another_instance() -> None:
         await until(lambda: fleet.gateway.inflight() == 0)
 
 
+async def test_a_decode_instance_replaced_while_the_prompt_is_computed_gets_its_leg() -> None:
+    slow = {"profile": SLOW_PREFILL}
+    async with pd_fleet(prefill_config=slow, instances=[]) as fleet:
+        for name, engine, role in (
+            ("p0", fleet.prefill[0], Role.PREFILL),
+            ("d0", fleet.decode[0], Role.DECODE),
+        ):
+            record = instance(name, engine, role)
+            await fleet.gateway.client.put(f"/admin/instances/{name}", json=record)
+        await until(lambda: sum(i.facts is not None for i in fleet.gateway.core.fleet) == 2)
+        asking = asyncio.create_task(fleet.complete())
+        await until(lambda: fleet.prefill[0].received)
+        changed = {**instance("d0", fleet.decode[0], Role.DECODE), "weight": 2.0}
+        answer = await fleet.gateway.client.put("/admin/instances/d0", json=changed)
+        assert answer.json() == {"change": "replaced"}
+        assert not fleet.decode[0].received
+        answer = await asking
+        assert (answer.status_code, answer.headers["x-moongate-instance"]) == (200, "d0")
+        (prefill,), (decode,) = fleet.prefill[0].received, fleet.decode[0].received
+        assert params(decode)["transfer_id"] == params(prefill)["transfer_id"]
+        await fleet.until_idle()
+
+
 async def test_a_decode_instance_that_takes_no_connection_is_not_waited_for_twice() -> None:
     with socket.socket() as listener, contextlib.ExitStack() as waiting:
         listener.bind(("127.0.0.1", 0))

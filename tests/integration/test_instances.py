@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -122,10 +123,10 @@ async def test_a_changed_record_replaces_the_instance(pair: Pair) -> None:
     async with live_gateway([], instances=[], wait_ready=False) as gateway:
         await gateway.client.put("/admin/instances/e", json=record(pair[0], lease_s=30))
         await until(lambda: _is(gateway, "e", "up"))
-        moved = await gateway.client.put(
-            "/admin/instances/e", json=record(pair[1], lease_s=30, weight=2)
+        changed = await gateway.client.put(
+            "/admin/instances/e", json=record(pair[0], lease_s=30, weight=2)
         )
-        assert moved.json() == {"change": "replaced"}
+        assert changed.json() == {"change": "replaced"}
         await until(lambda: _is(gateway, "e", "up"))
         await ask(gateway)
         found = gateway.core.fleet.find("e")  # type: ignore[arg-type]
@@ -143,6 +144,8 @@ async def test_a_changed_record_replaces_the_instance(pair: Pair) -> None:
         ({"weihgt": 1}, 400, "weihgt"),
         ({"id": "other"}, 400, "id"),
         ({"lease_s": 0}, 400, "lease_s"),
+        ({"url": "http://a\0b:80"}, 400, "url"),
+        ({"url": "http://\N{SNOWMAN}:80"}, 400, "url"),
         ({"api_key_env": "HOME"}, 400, None),
     ],
 )
@@ -167,17 +170,168 @@ async def test_an_id_or_url_of_another_instance_is_refused(pair: Pair) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("lease", [{"lease_s": 30}, {}])
+async def test_two_engines_of_one_id_do_not_take_turns(pair: Pair, lease: dict[str, Any]) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        put = gateway.client.put
+        assert (await put("/admin/instances/e", json=record(pair[0], **lease))).status_code == 201
+        other = await put("/admin/instances/e", json=record(pair[1], lease_s=30))
+        assert (other.status_code, other.json()["error"]["param"]) == (409, "id")
+        again = await put("/admin/instances/e", json=record(pair[0], **lease))
+        assert again.json() == {"change": "renewed"}
+
+
+@pytest.mark.asyncio
+async def test_an_id_is_free_for_another_address_once_its_lease_has_ended(pair: Pair) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        put = gateway.client.put
+        await put("/admin/instances/e", json=record(pair[0], lease_s=0.3))
+        await asyncio.sleep(0.35)
+        moved = await put("/admin/instances/e", json=record(pair[1], lease_s=30))
+        assert moved.status_code in (200, 201)
+        (listed,) = (await gateway.client.get("/admin/instances")).json()["instances"]
+        assert listed["url"] == pair[1].url
+
+
+@pytest.mark.asyncio
+async def test_a_drained_engine_stays_so_whatever_it_announces(pair: Pair) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        put, post = gateway.client.put, gateway.client.post
+        await put("/admin/instances/e", json=record(pair[0], lease_s=30))
+        await until(lambda: _is(gateway, "e", "up"))
+        await post("/admin/instances/e/drain")
+        for change, weight in (("renewed", 1.0), ("replaced", 2.0), ("renewed", 2.0)):
+            answer = await put(
+                "/admin/instances/e", json=record(pair[0], lease_s=30, weight=weight)
+            )
+            assert answer.json() == {"change": change}
+            assert await names(gateway) == {"e": "draining"}
+        await post("/admin/instances/e/undrain")
+        await until(lambda: _is(gateway, "e", "up"))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", ["absence", "undrain", "withdrawal"])
+async def test_an_engine_that_an_operator_removed_is_kept_out(pair: Pair, way: str) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        path, body = "/admin/instances/e", record(pair[0], lease_s=0.6)
+        await gateway.client.put(path, json=body)
+        await gateway.client.delete(path)
+        assert await names(gateway) == {}
+        for _ in range(4):  # in all longer than its lease
+            await asyncio.sleep(0.2)
+            answer = await gateway.client.put(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (409, "id")
+        match way:
+            case "absence":
+                await asyncio.sleep(0.65)
+            case "undrain":
+                assert (await gateway.client.post(f"{path}/undrain")).status_code == 200
+            case _:
+                assert (await gateway.client.delete(f"{path}?withdrawn=true")).status_code == 202
+        assert (await gateway.client.put(path, json=body)).json() == {"change": "added"}
+
+
+@pytest.mark.asyncio
+async def test_an_operator_may_add_what_was_removed_or_drained(pair: Pair) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        path, body = "/admin/instances/e", record(pair[0], lease_s=30)
+        await gateway.client.put(path, json=body)
+        await gateway.client.delete(path)
+        added = await gateway.client.post("/admin/instances", json={"id": "e", **body})
+        assert added.json() == {"change": "added"}
+        await gateway.client.post(f"{path}/drain")
+        again = await gateway.client.post("/admin/instances", json={"id": "e", **body})
+        assert again.json() == {"change": "renewed"}
+        await until(lambda: _is(gateway, "e", "up"))
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_withdrew_may_come_back_at_once(pair: Pair) -> None:
+    async with live_gateway([], instances=[], wait_ready=False) as gateway:
+        path, body = "/admin/instances/e", record(pair[0], lease_s=30)
+        await gateway.client.put(path, json=body)
+        assert (await gateway.client.delete(f"{path}?withdrawn=true")).status_code == 202
+        assert await names(gateway) == {}
+        assert (await gateway.client.put(path, json=body)).json() == {"change": "added"}
+
+
+@pytest.mark.asyncio
+async def test_instances_are_listed_with_where_they_are_and_came_from(pair: Pair) -> None:
+    async with live_gateway([pair[0].url]) as gateway:
+        await gateway.client.put("/admin/instances/e", json=record(pair[1], lease_s=30))
+        spare = {"id": "x", "url": "http://127.0.0.1:80"}
+        await gateway.client.post("/admin/instances", json=spare)
+        same = {"id": "y", "url": "http://127.0.0.1"}
+        assert (await gateway.client.post("/admin/instances", json=same)).status_code == 409
+        listed = (await gateway.client.get("/admin/instances")).json()["instances"]
+        assert [(i["id"], i["url"], i["origin"]) for i in listed] == [
+            ("a", pair[0].url, "file"),
+            ("e", pair[1].url, "announced"),
+            ("x", "http://127.0.0.1", "added"),
+        ]
+        assert 25 < listed[1]["lease_s_left"] <= 30
+        assert listed[0]["lease_s_left"] is listed[2]["lease_s_left"] is None
+
+
+@pytest.mark.asyncio
+async def test_a_record_is_not_told_which_variables_there_are(pair: Pair) -> None:
+    async with live_gateway([pair[0].url]) as gateway:
+        told = {
+            (
+                await gateway.client.put(
+                    "/admin/instances/e", json=record(pair[1], api_key_env=name)
+                )
+            ).text
+            for name in ("HOME", "NOT_THERE_X")
+        }
+        assert len(told) == 1
+        assert "configuration" in told.pop()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("header", ["origin", "forwarded", "x-forwarded-for", "x-real-ip"])
+async def test_without_a_key_changes_through_a_proxy_or_browser_are_refused(
+    pair: Pair, header: str
+) -> None:
+    async with live_gateway([pair[0].url]) as gateway:
+        headers = {header: "192.0.2.1"}
+        put = await gateway.client.put("/admin/instances/e", json=record(pair[1]), headers=headers)
+        drain = await gateway.client.post("/admin/instances/a/drain", headers=headers)
+        delete = await gateway.client.delete("/admin/instances/a", headers=headers)
+        assert {put.status_code, drain.status_code, delete.status_code} == {403}
+        assert (await gateway.client.get("/admin/instances", headers=headers)).status_code == 200
+        assert await names(gateway) == {"a": "up"}
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_says_it_is_no_json_is_refused(pair: Pair) -> None:
+    async with live_gateway([pair[0].url]) as gateway:
+        for kind, status in (("text/plain", 415), ("application/JSON; charset=utf-8", 201)):
+            answer = await gateway.client.put(
+                "/admin/instances/e",
+                content=json.dumps(record(pair[1])),
+                headers={"content-type": kind},
+            )
+            assert answer.status_code == status
+
+
+@pytest.mark.asyncio
 async def test_with_an_admin_key_operators_need_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONGATE_TEST_ADMIN", "s3cret")
     auth = {"admin_key_env": "MOONGATE_TEST_ADMIN"}
     async with live_gateway([pair[0].url], auth=auth) as gateway:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer é"}):
+        refused = ("Bearer wrong", "Bearer é", "s3cret", "Bearer", "Basic s3cret")
+        for headers in ({}, *({"authorization": given} for given in refused)):
             encoded = [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
             answer = await gateway.client.get("/admin/instances", headers=encoded)
             assert answer.status_code == 401
             assert "x-request-id" in answer.headers
-        right = {"authorization": "Bearer s3cret"}
-        assert (await gateway.client.get("/admin/instances", headers=right)).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            right = {"authorization": f"{scheme} s3cret", "origin": "http://here"}
+            assert (await gateway.client.get("/admin/instances", headers=right)).status_code == 200
+            drained = await gateway.client.post("/admin/instances/a/drain", headers=right)
+            assert drained.status_code == 200
         assert (await gateway.client.get("/health")).status_code == 200

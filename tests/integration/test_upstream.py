@@ -731,6 +731,14 @@ async def test_closing_the_pool_ends_what_is_under_way() -> None:
             await peer.left()
 
 
+async def test_nothing_is_sent_once_the_pool_is_closed() -> None:
+    async with served(echo) as (upstream, server):
+        await upstream.close()
+        with pytest.raises(Unreachable, match="removed"):
+            await ask(upstream)
+        assert server.peers == []
+
+
 # --- TLS ------------------------------------------------------------------------------------------
 
 

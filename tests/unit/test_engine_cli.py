@@ -74,7 +74,8 @@ def test_a_pool_members_settings_are_shown_as_a_file_to_write(
     assert main([*ENGINE, "--port", "8103", "--pool", "--segment-size", "512MB"]) == 0
     document, command = capsys.readouterr().out.rsplit("\nEND\n", 1)
     file = tmp_path / "moongate" / "mooncake-8103.json"
-    first, _, settings = document.partition("\n")
+    making, first, settings = document.split("\n", 2)
+    assert making == f"mkdir -p {file.parent}"
     assert first == f"cat > {file} <<'END'"
     assert json.loads(settings)["global_segment_size"] == 512 * 1024**2
     assert f"MOONCAKE_CONFIG_PATH={file}" in shlex.split(command)

@@ -31,7 +31,6 @@ def test_the_record_of_an_engine_by_itself() -> None:
     assert make_record(LAUNCH) == {
         "url": "http://127.0.0.1:8101",
         "role": "both",
-        "models": ["tiny"],
         "kv_events": "tcp://127.0.0.1:5601",
         "kv_replay": "tcp://127.0.0.1:6601",
         "ranks": 1,
@@ -60,7 +59,6 @@ def test_the_record_of_a_prefill_engine_in_a_pool() -> None:
     assert make_record(launch, weight=2.5) == {
         "url": "http://10.0.0.7:8101",
         "role": "prefill",
-        "models": ["tiny"],
         "kv_events": "tcp://10.0.0.7:5601",
         "kv_replay": "tcp://10.0.0.7:6601",
         "kv_connector": "mooncake",
@@ -171,7 +169,7 @@ class World:
 
 HEALTH = ("GET", "http://engine:1/health")
 PUT = ("PUT", "http://gateway:8000/admin/instances/a")
-DELETE = ("DELETE", "http://gateway:8000/admin/instances/a")
+DELETE = ("DELETE", "http://gateway:8000/admin/instances/a?withdrawn=true")
 
 
 def announce(world: World, **change: object) -> Announcer:
@@ -233,7 +231,7 @@ def test_each_gateway_is_told_also_while_another_fails(caplog: pytest.LogCapture
     world.wait_for(PUT, times=2)
     world.wait_for(other, times=2)
     announcer.withdraw()
-    assert ("DELETE", other[1]) in world.asked
+    assert ("DELETE", f"{other[1]}?withdrawn=true") in world.asked
     assert DELETE not in world.asked
     assert sorted(caplog.messages) == [
         "announced to http://other:8000 as a",

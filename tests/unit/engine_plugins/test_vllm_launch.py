@@ -129,6 +129,26 @@ def test_a_shell_script_writes_the_files_first() -> None:
     assert shell_script(command) == "cat > '/my f' <<'END'\n{\n}\nEND\nA=1 x"
 
 
+def test_a_shell_script_makes_the_folder_of_its_files() -> None:
+    file = "/a b/c/f.json"
+    command = LaunchCommand(argv=("x",), environment={"F": file}, files={file: "{}"})
+    for home in (None, "", "/", "/h", "/a b/c/f"):
+        assert shell_script(command, home) == (
+            "mkdir -p '/a b/c'\ncat > '/a b/c/f.json' <<'END'\n{}\nEND\nF='/a b/c/f.json' x"
+        )
+
+
+@pytest.mark.parametrize("home", ["/h", "/h/"])
+def test_a_shell_script_leaves_the_home_to_whoever_runs_it(home: str) -> None:
+    file = "/h/.cache/f.json"
+    command = LaunchCommand(argv=("x",), environment={"F": file, "O": "/h/o"}, files={file: "{}"})
+    assert shell_script(command, home) == (
+        'mkdir -p "$HOME"/.cache\n'
+        "cat > \"$HOME\"/.cache/f.json <<'END'\n{}\nEND\n"
+        'F="$HOME"/.cache/f.json O=/h/o x'
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -3,6 +3,9 @@
 import json
 import shlex
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -211,3 +214,59 @@ def test_explain_of_an_address_that_is_none_fails(
 def test_explain_without_its_file_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "-f", "/nowhere/request.json"]) == 1
     assert capsys.readouterr().err == "moongate: /nowhere/request.json: No such file or directory\n"
+
+
+@pytest.fixture
+def keys_seen() -> Iterator[tuple[str, list[str | None]]]:
+    """A gateway's address, and the keys that it was sent."""
+    seen: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            seen.append(self.headers.get("authorization"))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("set_variables", "words", "sent"),
+    [
+        ({}, (), None),
+        ({"MOONGATE_ADMIN_KEY": "one"}, (), "Bearer one"),
+        ({"MOONGATE_ADMIN_KEY": "one", "OTHER": "two"}, ("--admin-key-env", "OTHER"), "Bearer two"),
+    ],
+)
+def test_explain_sends_the_admin_key(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys_seen: tuple[str, list[str | None]],
+    set_variables: dict[str, str],
+    words: tuple[str, ...],
+    sent: str | None,
+) -> None:
+    monkeypatch.delenv("MOONGATE_ADMIN_KEY", raising=False)
+    for name, value in set_variables.items():
+        monkeypatch.setenv(name, value)
+    url, seen = keys_seen
+    body = write(tmp_path / "request.json", "{}")
+    assert main(["explain", "-f", body, "--url", url, *words]) == 0
+    assert seen == [sent]
+
+
+def test_explain_with_a_variable_that_is_not_set_is_misused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = write(tmp_path / "request.json", "{}")
+    assert main(["explain", "-f", body, "--admin-key-env", "NOT_THERE_X"]) == 2
+    told = "moongate: --admin-key-env: the variable NOT_THERE_X is not set\n"
+    assert capsys.readouterr().err == told

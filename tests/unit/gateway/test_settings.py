@@ -283,6 +283,7 @@ def test_c96_a_wrong_value_of_an_instance_names_it(fields: str, problem: str) ->
     "url",
     [
         *("127.0.0.1:8101", "ftp://h:1", "http://", "http://h:1/v1", "http://h:1?q", "http://u@h:1"),
+        *("http://\N{SNOWMAN}:1", "http://[::1", "http://[zz]:1"),
         *("http://@h:1", "http://h:0", "http://h:99999", "http://h:x", "http://h:", "http://h :1"),
         "http://[::1:1",
     ],
@@ -303,6 +304,7 @@ def test_an_id_is_a_short_plain_name(name: str) -> None:
     [
         ("{id: a, url: http://h:2}", "id a"),
         ("{id: b, url: 'http://H:1/'}", "url http://h:1"),
+        ("{id: b, url: 'http://h:80'}\n  - {id: c, url: 'http://h'}", "url http://h"),
     ],
 )
 def test_an_id_or_url_used_twice_is_refused(second: str, what: str) -> None:
