@@ -10,6 +10,7 @@ seen within it counts. A pool that does not answer is left alone until a check f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,7 +135,8 @@ class Pooling:
         self._on_lookup = on_lookup
         self._stored_within_s = stored_within_s
         self._members: dict[InstanceId, Member] = {}
-        self._spaces: dict[KeySpace, _Space] = {}
+        self._spaces: dict[KeySpace, _Space] = {}  # those that a member has
+        self._epochs = itertools.count()
         self._checking: asyncio.Task[None] | None = None
         self._sampling: set[asyncio.Task[None]] = set()
         self.health = PoolHealth(store, clock, self._forget_all, on_checked=self._tell_core)
@@ -178,7 +180,10 @@ class Pooling:
         `root`: where it loaded its model from. `uses_pool` None: it doesn't show. `announced`: what it
         said of itself, its hash algorithm and seed among that.
         """
-        member = self._members.setdefault(instance_id, Member(instance_id, self._rules))
+        member = self._members.get(instance_id)
+        if member is None:
+            member = Member(instance_id, self._rules, epochs=self._epochs)
+            self._members[instance_id] = member
         member.model = model_part(root) if root is not None else None
         member.block_size_tokens = member.block_size_tokens or block_size_tokens
         if uses_pool is not None:
@@ -192,23 +197,36 @@ class Pooling:
     def forget(self, instance_id: InstanceId) -> None:
         """Forget an instance that is here no more."""
         self._members.pop(instance_id, None)
+        self._drop_spaces()
 
     def restarted(self, instance_id: InstanceId) -> None:
-        """Note that the instance may be another process now, with other names for blocks."""
+        """Note that the process is gone: the next one may have other names for blocks."""
         member = self._members.get(instance_id)
         if member is not None:
             member.restarted()
+            self._note_key_space(member)
 
     def _observe(self, event: BatchReceived) -> None:
-        """Learn from what an instance announces how it names blocks."""
+        """Learn from what an instance announces how it names blocks. Cost: O(its blocks), mostly."""
         member = self._members.get(event.source.instance_id)
-        if member is None or member.probe.is_done:
+        if member is None:
             return
-        for part in event.events:
-            if isinstance(part, BlocksStored):
-                member.observe(part)
+        state = self._driver.core.sources.find(event.source)
+        if state is not None and member.note_feed(event.source, state.feed.epoch):
+            self._note_key_space(member)
+        stored = [part for part in event.events if isinstance(part, BlocksStored)]
+        if not stored or member.probe.is_done:
+            return
+        for part in stored:
+            member.observe(part)
         self._report_nameless(member)
-        # What one shows is presumed of its peers.
+        self._note_key_space(member)
+        self._presume_of_peers(member)
+
+    def _presume_of_peers(self, member: Member) -> None:
+        """Presume of its peers what one has just shown. Once for each process: O(members x unknown)."""
+        if not member.probe.is_done:
+            return
         for peer in self._members.values():
             self._presume(peer)
             self._note_key_space(peer)
@@ -240,6 +258,13 @@ class Pooling:
             )
             self._spaces.setdefault(key_space, _Space())
         self._driver.handle(InstancePooled(member.instance_id, key_space))
+        self._drop_spaces()
+
+    def _drop_spaces(self) -> None:
+        """Drop what is known in terms that no member uses any more: up to 80 MB of digests each."""
+        used = {member.key_space for member in self._members.values()}
+        for key_space in self._spaces.keys() - used:
+            del self._spaces[key_space]
 
     def _note_pooled(self, command: NotePooled) -> None:
         space = self._space_of(command.instance_id)

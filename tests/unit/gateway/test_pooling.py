@@ -15,7 +15,7 @@ from moongate.gateway.pool_health import HOLES_S
 from moongate.gateway.pooling import HINT_WEIGHT, SAMPLE_INTERVAL_S, Pooling, PromptTokens
 from moongate.kvpool.digests import ALGORITHMS, DEFAULT_SEED, DigestKeys, digest_blocks
 from moongate.kvpool.keys import KeyLayout, Shard
-from moongate.kvpool.members import KeyRules
+from moongate.kvpool.members import KeyRules, Member
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.store import PoolState, PoolUnavailable, Replica
 from moongate.router import (
@@ -322,7 +322,7 @@ async def test_key_spaces_are_asked_at_the_same_time() -> None:
         known = prompt([*ids, *tokens(4, 800)])
         assert {s.name: p.tokens for s, p in (await one.ask(known)).items()} == {
             "m/xxhash/a#0/4": 12,
-            "m/xxhash/b#0/4": 20,
+            "m/xxhash/b#1/4": 20,
         }
         assert one.pool.asking_max == 2
         one.driver.handle(InstanceProbed(B, is_healthy=False, is_gone=True))
@@ -330,6 +330,68 @@ async def test_key_spaces_are_asked_at_the_same_time() -> None:
         assert len(await one.ask(known)) == 1, "nobody is there who would name them so"
         other = prompt(tokens(6, 800))
         assert await one.ask(other) == {}, "its first block was announced by nobody"
+
+
+async def test_a_key_space_is_kept_as_long_as_a_member_has_it() -> None:
+    async with world() as one:
+        one.join(A, B)
+        ids = tokens(6)
+        for name in (A, B):
+            one.announce(name, random_root(ids, f"chance {name}"))
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/a#0/4", "m/xxhash/b#1/4"}
+        one.pooling.restarted(A)
+        one.pooling.describe(A, "/models/m", SIZE, None)
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/b#1/4"}
+        one.announce(A, random_root(ids, "chance 3"))
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/a#2/4", "m/xxhash/b#1/4"}
+        one.pooling.forget(A)
+        one.pooling.forget(B)
+        assert one.pooling._spaces == {}
+        one.pooling.describe(A, "/models/m", SIZE, None)
+        one.announce(A, random_root(ids, "chance 4"))
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/a#3/4"}
+
+
+async def test_what_another_process_names_is_not_mixed_with_what_its_predecessor_named() -> None:
+    async with world() as one:
+        one.join(A)
+        ids = tokens(6)
+        one.announce(A, random_root(ids, "chance 1"))
+        known = prompt([*ids, *tokens(4, 800)])
+        fill(one.pool, digests(ids, algorithm="xxhash", seed="chance 1")[:5])
+        assert [part.tokens for part in (await one.ask(known)).values()] == [20]
+        # A publisher that begins anew, without anybody having seen the first one go.
+        again = (random_root(ids, "chance 2"),)
+        one.driver.handle(BatchReceived(SourceId(A), 0, again, b"of another process"))
+        assert one.index()["key_space"] == "m/xxhash/a#1/4"
+        assert await one.ask(known) == {}
+        fill(one.pool, digests(ids, algorithm="xxhash", seed="chance 2")[:3])
+        one.now += 5.0
+        assert [part.tokens for part in (await one.ask(known)).values()] == [12]
+
+
+async def test_peers_are_looked_at_only_when_one_has_just_shown_its_scheme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [InstanceId(f"i{number}") for number in range(30)]
+    async with world() as one:
+        one.join(*names)
+        presumed: list[InstanceId] = []
+        really_presume = one.pooling._presume
+
+        def presume(member: Member) -> None:
+            presumed.append(member.instance_id)
+            really_presume(member)
+
+        monkeypatch.setattr(one.pooling, "_presume", presume)
+        one.announce(names[0])
+        one.announce(names[0], stored(tokens(1), [12_345]))
+        assert presumed == []
+        one.announce(names[1], stored(tokens(1), digests(tokens(1))))
+        assert presumed == names
+        one.announce(names[1], stored(tokens(1, 50), digests(tokens(1, 50))))
+        assert presumed == names
+        assert one.index(names[2])["key_space"] == USUAL.name
 
 
 async def test_one_is_presumed_to_name_blocks_as_its_peers_until_it_shows_otherwise() -> None:
