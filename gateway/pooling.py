@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from moongate.gateway.driver import Driver
 from moongate.gateway.pool_health import PoolHealth
-from moongate.kvpool.digests import ALGORITHMS, DigestKeys, DigestMemory, HashScheme
+from moongate.kvpool.digests import DigestKeys, DigestMemory
 from moongate.kvpool.directory import PoolDirectory, PoolPrefix
 from moongate.kvpool.keys import ONE_SHARD, Shard, model_part
 from moongate.kvpool.lookup import PrefixLookup, learn_shards
@@ -178,7 +178,7 @@ class Pooling:
         """Take in what discovery found of an instance.
 
         `root`: where it loaded its model from. `uses_pool` None: it doesn't show. `announced`: what it
-        said of itself, its hash algorithm and seed among that.
+        said of itself: its hash algorithm and seed, its pool, and its parallel sizes.
         """
         member = self._members.get(instance_id)
         if member is None:
@@ -188,9 +188,7 @@ class Pooling:
         member.block_size_tokens = member.block_size_tokens or block_size_tokens
         if uses_pool is not None:
             member.uses_pool = uses_pool
-        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
-        if member.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
-            member.presumed = HashScheme(str(algorithm), str(seed))
+        member.note_announced(announced)
         self._presume(member)
         self._note_key_space(member)
 
@@ -256,7 +254,9 @@ class Pooling:
             logger.info(
                 "instance %s: blocks in the pool are %s", member.instance_id, key_space.name
             )
-            self._spaces.setdefault(key_space, _Space())
+            space = self._spaces.setdefault(key_space, _Space())
+            if not space.is_confirmed and member.shards is not None:
+                space.shards = member.shards
         self._driver.handle(InstancePooled(member.instance_id, key_space))
         self._drop_spaces()
 
@@ -467,6 +467,8 @@ class Pooling:
 
 def _unknown_because(member: Member) -> str | None:
     """Return why no key space is known of a member."""
+    if member.foreign_because is not None:
+        return f"it uses another pool: {member.foreign_because}"
     if member.uses_pool is False:
         return "the engine uses no pool"
     if member.model is None:

@@ -7,11 +7,18 @@ layout of keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from moongate.kvpool.digests import DigestKeys, HashScheme, SchemeProbe, digest_blocks
-from moongate.kvpool.keys import ONE_SHARD, BlockDigest, KeyLayout, Shard
+from moongate.kvpool.digests import (
+    ALGORITHMS,
+    DigestKeys,
+    HashScheme,
+    SchemeProbe,
+    digest_blocks,
+)
+from moongate.kvpool.keys import ONE_SHARD, SHARDS_MAX, BlockDigest, KeyLayout, Shard
 from moongate.router.blocks import TOKEN_BYTES
 from moongate.router.events import BlocksStored
 from moongate.router.model import BlockHash, InstanceId, KeySpace, SourceId, Tier
@@ -19,12 +26,13 @@ from moongate.router.model import BlockHash, InstanceId, KeySpace, SourceId, Tie
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """What the operator said of keys. `shards` None: to be learned from the pool."""
+    """What the operator said of the pool and its keys. `shards` None: to be learned from the pool."""
 
     seeds: Sequence[str] = ()
     cache_prefix: str = ""
     namespace: str = ""
     shards: Sequence[Shard] | None = None
+    master: str | None = None  # host:port, as engines are given it
 
 
 @dataclass(slots=True)
@@ -42,6 +50,8 @@ class Member:
     block_size_tokens: int | None = None
     probe: SchemeProbe = field(default_factory=SchemeProbe)
     presumed: HashScheme | None = None  # that of its peers, or of the process before it
+    foreign_because: str | None = None  # it uses a pool, but not ours
+    shards: Sequence[Shard] | None = None  # by the sizes that it announced
     epochs: Iterator[int] = field(default_factory=itertools.count)
     epoch: int = field(init=False)  # of its process
     feed_epochs: dict[SourceId, int] = field(default_factory=dict)  # as last seen
@@ -58,6 +68,18 @@ class Member:
             self.probe.observe(event)
         elif event.tier is Tier.POOL and self.uses_pool is None:
             self.uses_pool = True
+
+    def note_announced(self, announced: Mapping[str, Any]) -> None:
+        """Take in what the instance said of itself; what isn't there says nothing."""
+        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
+        if self.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
+            self.presumed = HashScheme(str(algorithm), str(seed))
+        self.foreign_because = _foreign_because(self.rules, announced)
+        if self.foreign_because is not None:
+            self.uses_pool = False
+        tp, pp = (announced.get(f"{axis}_parallel") or 1 for axis in ("tensor", "pipeline"))
+        if 1 < tp * pp <= SHARDS_MAX:
+            self.shards = [Shard(tp=t, pp=p) for t in range(tp) for p in range(pp)]
 
     def note_feed(self, source: SourceId, epoch: int) -> bool:
         """Tell whether the epoch of one of its feeds is another than before: so is the process then."""
@@ -122,3 +144,15 @@ class Member:
             scheme.algorithm, scheme.root, tokens[: size * TOKEN_BYTES], size, keys
         )
         return digest
+
+
+def _foreign_because(rules: KeyRules, announced: Mapping[str, Any]) -> str | None:
+    """Return why the pool that an instance announced is not ours, as far as both are given."""
+    for what, setting, ours in (
+        ("pool_master", "pool.master", rules.master),
+        ("pool_prefix", "pool.cache_prefix", rules.cache_prefix),
+    ):
+        theirs = announced.get(what)
+        if theirs and ours and theirs != ours:
+            return f"its {what} is {theirs}, and {setting} is {ours}"
+    return None

@@ -417,6 +417,53 @@ async def test_a_scheme_that_an_instance_says_it_has_is_believed_until_it_shows_
         assert one.index()["key_space"] == USUAL.name
 
 
+@pytest.mark.parametrize(
+    ("said", "because"),
+    [
+        ({"pool_master": "h:1", "pool_prefix": "ours"}, None),
+        ({}, None),
+        (
+            {"pool_master": "h:2"},
+            "it uses another pool: its pool_master is h:2, and pool.master is h:1",
+        ),
+        (
+            {"pool_master": "h:1", "pool_prefix": "theirs"},
+            "it uses another pool: its pool_prefix is theirs, and pool.cache_prefix is ours",
+        ),
+    ],
+)
+async def test_who_announces_another_pool_is_left_out(
+    said: dict[str, str], because: str | None
+) -> None:
+    async with world(rules=KeyRules(cache_prefix="ours", master="h:1")) as one:
+        one.join(A)
+        scheme = {"hash_algorithm": "sha256", "hash_seed": "0"}
+        one.pooling.describe(A, "/models/m", SIZE, True, {**scheme, **said})
+        assert one.index()["unknown_because"] == because
+        assert one.index()["key_space"] == ("m/sha256/0/4" if because is None else None)
+    async with world() as one:
+        one.join(A)
+        one.pooling.describe(A, "/models/m", SIZE, True, {**scheme, **said})
+        assert one.index()["unknown_because"] is None, "nothing is given to compare it with"
+
+
+async def test_announced_sizes_are_the_parts_of_a_block_until_they_are_learned() -> None:
+    async with world() as one:
+        one.join(A)
+        said = {"hash_algorithm": "sha256", "hash_seed": DEFAULT_SEED}
+        sizes = {"tensor_parallel": 4, "pipeline_parallel": 2}
+        one.pooling.describe(A, "/models/m", SIZE, True, {**said, **sizes})
+        assert one.index()["shards"] == 8
+        ids = tokens(6)
+        fill(one.pool, digests(ids)[:5])  # of the first rank only
+        assert await one.ask(prompt(ids)) == {}
+        one.pooling.answered(A, prompt(ids), 0, 0)
+        await one.sampled()
+        assert one.index()["shards"] == 1
+        one.pooling.describe(A, "/models/m", SIZE, True, {**said, **sizes})
+        assert one.index()["shards"] == 1
+
+
 async def test_a_restarted_instance_is_described_anew() -> None:
     async with world(A) as one:
         one.pooling.restarted(A)
