@@ -140,6 +140,7 @@ class Gateway:
                 settings.cache_prefix,
                 settings.namespace,
                 settings.shards.as_shards() if settings.shards is not None else None,
+                settings.master,
             ),
             on_lookup=metrics.pool_lookup_seconds.observe,
         )

@@ -11,6 +11,9 @@ from __future__ import annotations
 import aiohttp
 import orjson
 
+BODY_BYTES_MAX = 64 << 10
+"""A rank with its workers' addresses is some 100 bytes."""
+
 
 class BootstrapFailed(Exception):
     """The bootstrap server did not say which engine it is."""
@@ -29,18 +32,32 @@ class Bootstraps:
         Raises: BootstrapFailed.
         """
         try:
-            async with self._session.get(f"{url}/query", timeout=self._timeout) as answer:
-                body = await answer.read()
+            async with self._session.get(
+                f"{url}/query", timeout=self._timeout, allow_redirects=False
+            ) as answer:
+                body = await _read_body(answer)
         except TimeoutError as error:
             raise BootstrapFailed(f"{url}: no answer in time") from error
         except aiohttp.ClientError as error:
             raise BootstrapFailed(f"{url}: {error}") from error
         if answer.status != 200:
             raise BootstrapFailed(f"{url}/query: status {answer.status}")
+        if len(body) > BODY_BYTES_MAX:
+            raise BootstrapFailed(f"{url}/query: more than {BODY_BYTES_MAX} bytes")
         return read_engine_id(url, body, rank)
 
     async def close(self) -> None:
         await self._session.close()
+
+
+async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body, of one that is too long no more than shows that it is."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > BODY_BYTES_MAX:
+            break
+    return bytes(body)
 
 
 def read_engine_id(url: str, body: bytes, rank: int | None) -> str:

@@ -148,6 +148,7 @@ class Monitor:
                 await self._describe_again(watch)
         except (EngineCallFailed, FactsError) as error:
             is_gone = isinstance(error, EngineCallFailed) and error.is_gone
+            watch.was_gone = watch.was_gone or is_gone
             if watch.is_well is not False:
                 logger.warning("instance %s is not well: %s", link.id, error)
             watch.is_well = False
@@ -182,8 +183,10 @@ class Monitor:
     def _describe_to_pool(self, watch: _Watch, description: Description) -> None:
         if self._pooling is None:
             return
-        if not watch.is_well:
+        if watch.was_gone:
+            # Silence is no proof of another process; if it is one nevertheless, its feed shows it.
             self._pooling.restarted(watch.link.id)
+            watch.was_gone = False
         roots = [card.root for card in description.facts.models if not card.is_adapter]
         self._pooling.describe(
             watch.link.id,
@@ -230,5 +233,6 @@ class _Watch:
         self.wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.is_well: bool | None = None
+        self.was_gone = False  # nothing listened there since it was last described
         self.described_at: float | None = None
         self.tokenized_as: dict[str, str] = {}

@@ -10,6 +10,7 @@ seen within it counts. A pool that does not answer is left alone until a check f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from moongate.gateway.driver import Driver
 from moongate.gateway.pool_health import PoolHealth
-from moongate.kvpool.digests import ALGORITHMS, DigestKeys, DigestMemory, HashScheme
+from moongate.kvpool.digests import DigestKeys, DigestMemory
 from moongate.kvpool.directory import PoolDirectory, PoolPrefix
 from moongate.kvpool.keys import ONE_SHARD, Shard, model_part
 from moongate.kvpool.lookup import PrefixLookup, learn_shards
@@ -134,7 +135,8 @@ class Pooling:
         self._on_lookup = on_lookup
         self._stored_within_s = stored_within_s
         self._members: dict[InstanceId, Member] = {}
-        self._spaces: dict[KeySpace, _Space] = {}
+        self._spaces: dict[KeySpace, _Space] = {}  # those that a member has
+        self._epochs = itertools.count()
         self._checking: asyncio.Task[None] | None = None
         self._sampling: set[asyncio.Task[None]] = set()
         self.health = PoolHealth(store, clock, self._forget_all, on_checked=self._tell_core)
@@ -176,39 +178,53 @@ class Pooling:
         """Take in what discovery found of an instance.
 
         `root`: where it loaded its model from. `uses_pool` None: it doesn't show. `announced`: what it
-        said of itself, its hash algorithm and seed among that.
+        said of itself: its hash algorithm and seed, its pool, and its parallel sizes.
         """
-        member = self._members.setdefault(instance_id, Member(instance_id, self._rules))
+        member = self._members.get(instance_id)
+        if member is None:
+            member = Member(instance_id, self._rules, epochs=self._epochs)
+            self._members[instance_id] = member
         member.model = model_part(root) if root is not None else None
         member.block_size_tokens = member.block_size_tokens or block_size_tokens
         if uses_pool is not None:
             member.uses_pool = uses_pool
-        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
-        if member.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
-            member.presumed = HashScheme(str(algorithm), str(seed))
+        member.note_announced(announced)
         self._presume(member)
         self._note_key_space(member)
 
     def forget(self, instance_id: InstanceId) -> None:
         """Forget an instance that is here no more."""
         self._members.pop(instance_id, None)
+        self._drop_spaces()
 
     def restarted(self, instance_id: InstanceId) -> None:
-        """Note that the instance may be another process now, with other names for blocks."""
+        """Note that the process is gone: the next one may have other names for blocks."""
         member = self._members.get(instance_id)
         if member is not None:
             member.restarted()
+            self._note_key_space(member)
 
     def _observe(self, event: BatchReceived) -> None:
-        """Learn from what an instance announces how it names blocks."""
+        """Learn from what an instance announces how it names blocks. Cost: O(its blocks), mostly."""
         member = self._members.get(event.source.instance_id)
-        if member is None or member.probe.is_done:
+        if member is None:
             return
-        for part in event.events:
-            if isinstance(part, BlocksStored):
-                member.observe(part)
+        state = self._driver.core.sources.find(event.source)
+        if state is not None and member.note_feed(event.source, state.feed.epoch):
+            self._note_key_space(member)
+        stored = [part for part in event.events if isinstance(part, BlocksStored)]
+        if not stored or member.probe.is_done:
+            return
+        for part in stored:
+            member.observe(part)
         self._report_nameless(member)
-        # What one shows is presumed of its peers.
+        self._note_key_space(member)
+        self._presume_of_peers(member)
+
+    def _presume_of_peers(self, member: Member) -> None:
+        """Presume of its peers what one has just shown. Once for each process: O(members x unknown)."""
+        if not member.probe.is_done:
+            return
         for peer in self._members.values():
             self._presume(peer)
             self._note_key_space(peer)
@@ -238,8 +254,17 @@ class Pooling:
             logger.info(
                 "instance %s: blocks in the pool are %s", member.instance_id, key_space.name
             )
-            self._spaces.setdefault(key_space, _Space())
+            space = self._spaces.setdefault(key_space, _Space())
+            if not space.is_confirmed and member.shards is not None:
+                space.shards = member.shards
         self._driver.handle(InstancePooled(member.instance_id, key_space))
+        self._drop_spaces()
+
+    def _drop_spaces(self) -> None:
+        """Drop what is known in terms that no member uses any more: up to 80 MB of digests each."""
+        used = {member.key_space for member in self._members.values()}
+        for key_space in self._spaces.keys() - used:
+            del self._spaces[key_space]
 
     def _note_pooled(self, command: NotePooled) -> None:
         space = self._space_of(command.instance_id)
@@ -442,6 +467,8 @@ class Pooling:
 
 def _unknown_because(member: Member) -> str | None:
     """Return why no key space is known of a member."""
+    if member.foreign_because is not None:
+        return f"it uses another pool: {member.foreign_because}"
     if member.uses_pool is False:
         return "the engine uses no pool"
     if member.model is None:

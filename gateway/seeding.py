@@ -73,7 +73,7 @@ class Seeding:
     def _end(self, seed: Seed, task: asyncio.Task[SeedingResult]) -> None:
         """Tell the end of a seeding, also of one that was cancelled before it began."""
         self._tasks.discard(task)
-        result = SeedingResult.CANCELLED if task.cancelled() else task.result()
+        result = _result_of(seed, task)
         self._ended.add(1, result.value)
         self._driver.handle(SeedingEnded(seed.seeding_id, result is SeedingResult.DONE))
 
@@ -108,6 +108,17 @@ class Seeding:
         finally:
             answer.close()
         return answer.status
+
+
+def _result_of(seed: Seed, task: asyncio.Task[SeedingResult]) -> SeedingResult:
+    if task.cancelled():
+        return SeedingResult.CANCELLED
+    error = task.exception()
+    if error is None:
+        return task.result()
+    # A bug of ours; a seeding that never ends would keep its instance from others.
+    logger.error("%s at %s failed", seed.seeding_id, seed.holder, exc_info=error)
+    return SeedingResult.FAILED
 
 
 def _make_body(seed: Seed, known: PromptTokens) -> bytes:

@@ -27,6 +27,9 @@ class Shard(NamedTuple):
 
 ONE_SHARD = (Shard(),)
 
+SHARDS_MAX = 4096
+"""The ranks of a very large engine, or KV groups times those of a large one: each is a key to ask for."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:

@@ -6,29 +6,42 @@ layout of keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from moongate.kvpool.digests import DigestKeys, HashScheme, SchemeProbe, digest_blocks
-from moongate.kvpool.keys import ONE_SHARD, BlockDigest, KeyLayout, Shard
+from moongate.kvpool.digests import (
+    ALGORITHMS,
+    DigestKeys,
+    HashScheme,
+    SchemeProbe,
+    digest_blocks,
+)
+from moongate.kvpool.keys import ONE_SHARD, SHARDS_MAX, BlockDigest, KeyLayout, Shard
 from moongate.router.blocks import TOKEN_BYTES
 from moongate.router.events import BlocksStored
-from moongate.router.model import BlockHash, InstanceId, KeySpace, Tier
+from moongate.router.model import BlockHash, InstanceId, KeySpace, SourceId, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """What the operator said of keys. `shards` None: to be learned from the pool."""
+    """What the operator said of the pool and its keys. `shards` None: to be learned from the pool."""
 
     seeds: Sequence[str] = ()
     cache_prefix: str = ""
     namespace: str = ""
     shards: Sequence[Shard] | None = None
+    master: str | None = None  # host:port, as engines are given it
 
 
 @dataclass(slots=True)
 class Member:
-    """One instance. `uses_pool` None: not told, so it is taken to use it until it shows otherwise."""
+    """One instance. `uses_pool` None: not told, so it is taken to use it until it shows otherwise.
+
+    `epochs` number processes: with one counter for all members none is taken for another, not even one
+    that came back under its id.
+    """
 
     instance_id: InstanceId
     rules: KeyRules
@@ -37,11 +50,16 @@ class Member:
     block_size_tokens: int | None = None
     probe: SchemeProbe = field(default_factory=SchemeProbe)
     presumed: HashScheme | None = None  # that of its peers, or of the process before it
-    epoch: int = 0  # counts its processes
+    foreign_because: str | None = None  # it uses a pool, but not ours
+    shards: Sequence[Shard] | None = None  # by the sizes that it announced
+    epochs: Iterator[int] = field(default_factory=itertools.count)
+    epoch: int = field(init=False)  # of its process
+    feed_epochs: dict[SourceId, int] = field(default_factory=dict)  # as last seen
     is_reported: bool = False  # that nothing names this process's blocks
 
     def __post_init__(self) -> None:
         self.probe = SchemeProbe(self.rules.seeds)
+        self.epoch = next(self.epochs)
 
     def observe(self, event: BlocksStored) -> None:
         """Learn from an event of the instance."""
@@ -51,13 +69,39 @@ class Member:
         elif event.tier is Tier.POOL and self.uses_pool is None:
             self.uses_pool = True
 
+    def note_announced(self, announced: Mapping[str, Any]) -> None:
+        """Take in what the instance said of itself; what isn't there says nothing."""
+        algorithm, seed = announced.get("hash_algorithm"), announced.get("hash_seed")
+        if self.presumed is None and str(algorithm) in ALGORITHMS and seed is not None:
+            self.presumed = HashScheme(str(algorithm), str(seed))
+        self.foreign_because = _foreign_because(self.rules, announced)
+        if self.foreign_because is not None:
+            self.uses_pool = False
+        tp, pp = (announced.get(f"{axis}_parallel") or 1 for axis in ("tensor", "pipeline"))
+        if 1 < tp * pp <= SHARDS_MAX:
+            self.shards = [Shard(tp=t, pp=p) for t in range(tp) for p in range(pp)]
+
+    def note_feed(self, source: SourceId, epoch: int) -> bool:
+        """Tell whether the epoch of one of its feeds is another than before: so is the process then."""
+        is_another = self.feed_epochs.get(source, epoch) != epoch
+        self.feed_epochs[source] = epoch
+        if is_another:
+            self._begin_process()
+        return is_another
+
     def restarted(self) -> None:
-        """Presume of a new process what was known of the one before, until it shows otherwise."""
-        self.epoch += 1
+        """Presume of a new process what was known of the one before, until it shows otherwise.
+
+        Its use of the pool and its block size are for it to say.
+        """
+        self._begin_process()
+        self.uses_pool = self.block_size_tokens = None
+
+    def _begin_process(self) -> None:
+        self.epoch = next(self.epochs)
         before = self.probe.scheme
         self.presumed = before if before is not None and before.seed is not None else self.presumed
         self.probe = SchemeProbe(self.rules.seeds)
-        self.uses_pool = self.block_size_tokens = None
         self.is_reported = False
 
     @property
@@ -100,3 +144,15 @@ class Member:
             scheme.algorithm, scheme.root, tokens[: size * TOKEN_BYTES], size, keys
         )
         return digest
+
+
+def _foreign_because(rules: KeyRules, announced: Mapping[str, Any]) -> str | None:
+    """Return why the pool that an instance announced is not ours, as far as both are given."""
+    for what, setting, ours in (
+        ("pool_master", "pool.master", rules.master),
+        ("pool_prefix", "pool.cache_prefix", rules.cache_prefix),
+    ):
+        theirs = announced.get(what)
+        if theirs and ours and theirs != ours:
+            return f"its {what} is {theirs}, and {setting} is {ours}"
+    return None

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 from fake_engine import FakeEngine, Received
+from raw_server import Peer, RawServer
 
-from moongate.gateway.bootstrap import BootstrapFailed, Bootstraps
+from moongate.gateway.bootstrap import BODY_BYTES_MAX, BootstrapFailed, Bootstraps
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(15)]
 
@@ -47,6 +48,38 @@ async def test_other_answers_and_none_are_failures() -> None:
         await query(silent, timeout_s=0.05)
     with pytest.raises(BootstrapFailed):
         await query(cut)
+
+
+async def test_nobody_is_asked_in_its_place_and_an_answer_has_an_end() -> None:
+    asked: list[str] = []
+
+    async def secret(request: Received) -> None:
+        asked.append(request.path)
+        await request.answer(200, ONE_ENGINE)
+
+    async with FakeEngine() as other:
+        other.side_calls["/secret"] = secret
+        redirect = (
+            f"HTTP/1.1 302 Found\r\nlocation: {other.url}/secret\r\ncontent-length: 0\r\n\r\n"
+        ).encode()
+
+        async def send_on(peer: Peer) -> None:
+            await peer.head()
+            await peer.send(redirect)
+            peer.close()
+
+        async with RawServer(send_on) as server:
+            bootstraps = Bootstraps(2.0)
+            with pytest.raises(BootstrapFailed, match="status 302"):
+                await bootstraps.engine_id(server.url, None)
+            await bootstraps.close()
+    assert asked == []
+
+    async def long(request: Received) -> None:
+        await request.answer(200, ONE_ENGINE + b" " * BODY_BYTES_MAX)
+
+    with pytest.raises(BootstrapFailed, match="more than 65536 bytes"):
+        await query(long)
 
 
 async def test_a_server_that_is_not_there_is_a_failure() -> None:

@@ -15,6 +15,7 @@ import pytest
 from live_gateway import LiveGateway, live_gateway, until
 
 from moongate.gateway import pooling as pooling_module
+from moongate.gateway.engine_api import EngineApi, EngineCallFailed
 from moongate.gateway.pooling import Pooling
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
@@ -319,6 +320,22 @@ async def test_an_instance_that_is_told_not_to_use_the_pool_has_nothing_from_it(
         assert members["c"]["unknown_because"] == "the engine uses no pool"
         assert members["a"]["unknown_because"] is None
         assert members["a"]["key_space"] == members["b"]["key_space"]
+
+
+@pytest.mark.parametrize(("is_gone", "epochs"), [(False, [0, 1]), (True, [2, 3])])
+async def test_a_refused_connection_is_a_restart_and_a_late_answer_to_a_check_is_none(
+    monkeypatch: pytest.MonkeyPatch, is_gone: bool, epochs: list[int]
+) -> None:
+    async def fail(_: EngineApi) -> None:
+        raise EngineCallFailed("/health", is_gone=is_gone)
+
+    async with rig(2) as one:
+        fleet, members = one.gateway.core.fleet, one.pooling._members
+        with monkeypatch.context() as failing:
+            failing.setattr(EngineApi, "check_health", fail)
+            await until(lambda: not any(i.is_healthy for i in fleet))
+        await until(lambda: all(i.is_healthy for i in fleet))
+        assert sorted(member.epoch for member in members.values()) == epochs
 
 
 async def test_models_with_other_hash_seeds_have_key_spaces_of_their_own() -> None:

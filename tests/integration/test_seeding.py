@@ -13,6 +13,7 @@ import httpx
 import pytest
 from live_gateway import LiveGateway, live_gateway, until
 
+from moongate.gateway.seeding import Seeding
 from moongate.kvpool.memory import MemoryPool
 from moongate.router import BlockSpace, Holder, InstanceId, Tier
 from moongate.router.blocks import hash_prompt, pack_tokens
@@ -136,6 +137,20 @@ async def test_a_seeding_that_fails_harms_nobody() -> None:
         assert not any(i.suspended_until for i in one.gateway.core.fleet)
         await one.crowd(first=10)
         assert len(one.received(one.other)) == 1  # and it is not tried again at once
+
+
+async def test_a_seeding_that_breaks_in_a_way_that_is_a_bug_ends_nevertheless(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def break_down(*_: object) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Seeding, "_send", break_down)
+    async with rig() as one:
+        await one.crowd()
+        await until(lambda: one.seedings("failed"))
+        assert one.inflight() == 0, "it is no load any more"
+    assert "a bug" in caplog.text
 
 
 async def test_a_stopping_gateway_cancels_what_it_seeds() -> None:

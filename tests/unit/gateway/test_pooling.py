@@ -15,7 +15,7 @@ from moongate.gateway.pool_health import HOLES_S
 from moongate.gateway.pooling import HINT_WEIGHT, SAMPLE_INTERVAL_S, Pooling, PromptTokens
 from moongate.kvpool.digests import ALGORITHMS, DEFAULT_SEED, DigestKeys, digest_blocks
 from moongate.kvpool.keys import KeyLayout, Shard
-from moongate.kvpool.members import KeyRules
+from moongate.kvpool.members import KeyRules, Member
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.store import PoolState, PoolUnavailable, Replica
 from moongate.router import (
@@ -322,7 +322,7 @@ async def test_key_spaces_are_asked_at_the_same_time() -> None:
         known = prompt([*ids, *tokens(4, 800)])
         assert {s.name: p.tokens for s, p in (await one.ask(known)).items()} == {
             "m/xxhash/a#0/4": 12,
-            "m/xxhash/b#0/4": 20,
+            "m/xxhash/b#1/4": 20,
         }
         assert one.pool.asking_max == 2
         one.driver.handle(InstanceProbed(B, is_healthy=False, is_gone=True))
@@ -330,6 +330,68 @@ async def test_key_spaces_are_asked_at_the_same_time() -> None:
         assert len(await one.ask(known)) == 1, "nobody is there who would name them so"
         other = prompt(tokens(6, 800))
         assert await one.ask(other) == {}, "its first block was announced by nobody"
+
+
+async def test_a_key_space_is_kept_as_long_as_a_member_has_it() -> None:
+    async with world() as one:
+        one.join(A, B)
+        ids = tokens(6)
+        for name in (A, B):
+            one.announce(name, random_root(ids, f"chance {name}"))
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/a#0/4", "m/xxhash/b#1/4"}
+        one.pooling.restarted(A)
+        one.pooling.describe(A, "/models/m", SIZE, None)
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/b#1/4"}
+        one.announce(A, random_root(ids, "chance 3"))
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/a#2/4", "m/xxhash/b#1/4"}
+        one.pooling.forget(A)
+        one.pooling.forget(B)
+        assert one.pooling._spaces == {}
+        one.pooling.describe(A, "/models/m", SIZE, None)
+        one.announce(A, random_root(ids, "chance 4"))
+        assert {s.name for s in one.pooling._spaces} == {"m/xxhash/a#3/4"}
+
+
+async def test_what_another_process_names_is_not_mixed_with_what_its_predecessor_named() -> None:
+    async with world() as one:
+        one.join(A)
+        ids = tokens(6)
+        one.announce(A, random_root(ids, "chance 1"))
+        known = prompt([*ids, *tokens(4, 800)])
+        fill(one.pool, digests(ids, algorithm="xxhash", seed="chance 1")[:5])
+        assert [part.tokens for part in (await one.ask(known)).values()] == [20]
+        # A publisher that begins anew, without anybody having seen the first one go.
+        again = (random_root(ids, "chance 2"),)
+        one.driver.handle(BatchReceived(SourceId(A), 0, again, b"of another process"))
+        assert one.index()["key_space"] == "m/xxhash/a#1/4"
+        assert await one.ask(known) == {}
+        fill(one.pool, digests(ids, algorithm="xxhash", seed="chance 2")[:3])
+        one.now += 5.0
+        assert [part.tokens for part in (await one.ask(known)).values()] == [12]
+
+
+async def test_peers_are_looked_at_only_when_one_has_just_shown_its_scheme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [InstanceId(f"i{number}") for number in range(30)]
+    async with world() as one:
+        one.join(*names)
+        presumed: list[InstanceId] = []
+        really_presume = one.pooling._presume
+
+        def presume(member: Member) -> None:
+            presumed.append(member.instance_id)
+            really_presume(member)
+
+        monkeypatch.setattr(one.pooling, "_presume", presume)
+        one.announce(names[0])
+        one.announce(names[0], stored(tokens(1), [12_345]))
+        assert presumed == []
+        one.announce(names[1], stored(tokens(1), digests(tokens(1))))
+        assert presumed == names
+        one.announce(names[1], stored(tokens(1, 50), digests(tokens(1, 50))))
+        assert presumed == names
+        assert one.index(names[2])["key_space"] == USUAL.name
 
 
 async def test_one_is_presumed_to_name_blocks_as_its_peers_until_it_shows_otherwise() -> None:
@@ -353,6 +415,53 @@ async def test_a_scheme_that_an_instance_says_it_has_is_believed_until_it_shows_
         assert one.index()["key_space"] == USUAL.name
         one.pooling.describe(A, "/models/m", SIZE, None, {"hash_algorithm": "md5", "hash_seed": 7})
         assert one.index()["key_space"] == USUAL.name
+
+
+@pytest.mark.parametrize(
+    ("said", "because"),
+    [
+        ({"pool_master": "h:1", "pool_prefix": "ours"}, None),
+        ({}, None),
+        (
+            {"pool_master": "h:2"},
+            "it uses another pool: its pool_master is h:2, and pool.master is h:1",
+        ),
+        (
+            {"pool_master": "h:1", "pool_prefix": "theirs"},
+            "it uses another pool: its pool_prefix is theirs, and pool.cache_prefix is ours",
+        ),
+    ],
+)
+async def test_who_announces_another_pool_is_left_out(
+    said: dict[str, str], because: str | None
+) -> None:
+    async with world(rules=KeyRules(cache_prefix="ours", master="h:1")) as one:
+        one.join(A)
+        scheme = {"hash_algorithm": "sha256", "hash_seed": "0"}
+        one.pooling.describe(A, "/models/m", SIZE, True, {**scheme, **said})
+        assert one.index()["unknown_because"] == because
+        assert one.index()["key_space"] == ("m/sha256/0/4" if because is None else None)
+    async with world() as one:
+        one.join(A)
+        one.pooling.describe(A, "/models/m", SIZE, True, {**scheme, **said})
+        assert one.index()["unknown_because"] is None, "nothing is given to compare it with"
+
+
+async def test_announced_sizes_are_the_parts_of_a_block_until_they_are_learned() -> None:
+    async with world() as one:
+        one.join(A)
+        said = {"hash_algorithm": "sha256", "hash_seed": DEFAULT_SEED}
+        sizes = {"tensor_parallel": 4, "pipeline_parallel": 2}
+        one.pooling.describe(A, "/models/m", SIZE, True, {**said, **sizes})
+        assert one.index()["shards"] == 8
+        ids = tokens(6)
+        fill(one.pool, digests(ids)[:5])  # of the first rank only
+        assert await one.ask(prompt(ids)) == {}
+        one.pooling.answered(A, prompt(ids), 0, 0)
+        await one.sampled()
+        assert one.index()["shards"] == 1
+        one.pooling.describe(A, "/models/m", SIZE, True, {**said, **sizes})
+        assert one.index()["shards"] == 1
 
 
 async def test_a_restarted_instance_is_described_anew() -> None:

@@ -64,6 +64,23 @@ def test_an_answer_is_more_than_all_hints_behind_it() -> None:
     assert directory.recall(CHAIN, 8, now=4.0) == Recalled(PoolPrefix(4, 160), False, 4)
 
 
+def test_an_answer_takes_what_was_answered_before_of_blocks_behind_it() -> None:
+    directory = answered(PoolPrefix(9, 160), now=0.0)
+    directory.note_answer(CHAIN, 10, PREFIX, now=5.0)
+    assert directory.recall(CHAIN, 10, now=5.1) == Recalled(PREFIX, True, 4)
+    shorter = answered(PoolPrefix(6, 160), usable=6, now=0.0)
+    shorter.note_answer(CHAIN, 10, PREFIX, now=1.0)
+    assert shorter.recall(CHAIN, 10, now=1.1) == Recalled(PREFIX, True, 4)
+    shorter.note_answer(CHAIN, 10, PoolPrefix(0), now=1.2)
+    assert shorter.recall(CHAIN, 10, now=1.3) == NOTHING
+
+
+def test_an_answer_as_long_as_was_asked_for_says_nothing_of_what_is_behind() -> None:
+    directory = answered(PoolPrefix(9, 160), now=0.0)
+    directory.note_answer(CHAIN, 4, PREFIX, now=1.0)
+    assert directory.recall(CHAIN, 10, now=1.1) == Recalled(PoolPrefix(9, 160), True, 9)
+
+
 def test_an_answer_of_nothing_takes_the_hints() -> None:
     directory = PoolDirectory()
     directory.note_stored(CHAIN[:3], now=0.0)
@@ -102,7 +119,7 @@ def test_it_is_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(directory_module, "FACTS_MAX", 2)
     monkeypatch.setattr(directory_module, "HINTS_MAX", 3)
     directory = PoolDirectory()
-    for length in (2, 5, 3):
+    for length in (2, 3, 5):
         directory.note_answer(CHAIN, 10, PoolPrefix(length), now=0.0)
     assert directory.recall(CHAIN, 2, now=0.0) == NOTHING
     assert directory.recall(CHAIN, 4, now=0.0).likely_blocks == 3

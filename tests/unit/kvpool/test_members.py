@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from moongate.kvpool.digests import DEFAULT_SEED, HashScheme
 from moongate.kvpool.keys import KeyLayout, Shard
 from moongate.kvpool.members import KeyRules, Member
 from moongate.router.blocks import pack_tokens
-from moongate.router.model import BlockHash, InstanceId, KeySpace, Tier
+from moongate.router.model import BlockHash, InstanceId, KeySpace, SourceId, Tier
 
 from .builders import SIZE, as_int, chain, digests, stored, tokens
 
@@ -58,6 +60,20 @@ def test_a_random_seed_is_the_process_s_own() -> None:
     assert [m.key_space for m in (one,)] == [None]
     one.observe(stored(digests(tokens(2), "xxhash", "chance 3"), tokens(2)))
     assert [m.key_space for m in (one,)] == [KeySpace("m/xxhash/a#1/4")]
+
+
+def test_no_process_is_taken_for_another_not_even_of_one_that_came_back_under_its_id() -> None:
+    epochs = itertools.count()
+    first, again = (Member(A, KeyRules(), epochs=epochs) for _ in range(2))
+    first.restarted()
+    assert (first.epoch, again.epoch, next(epochs)) == (2, 1, 3)
+
+
+def test_a_feed_that_begins_anew_shows_another_process() -> None:
+    one, source = shown("chance 1", "xxhash"), SourceId(A)
+    assert [one.note_feed(source, epoch) for epoch in (4, 4, 5, 5)] == [False, False, True, False]
+    assert (one.epoch, len(one.probe.roots), one.block_size_tokens) == (1, 0, SIZE)
+    assert not one.note_feed(SourceId(A, 1), 1), "that of another rank, seen for the first time"
 
 
 def test_a_new_process_is_presumed_to_be_as_the_one_before_until_it_contradicts() -> None:
