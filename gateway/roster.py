@@ -133,6 +133,8 @@ class Roster:
         if self._barred.get(instance_id, now) > now:
             # For as long as it is there; whoever starts anew was absent, or had withdrawn.
             self._barred[instance_id] = now + (record.lease_s or 0.0)
+            if (entry := self._entries.get(instance_id)) is not None:
+                entry.expires_at = self._expiry(record)  # it is there, and ends what it has
             raise _conflict(
                 f"an operator removed instance {record.id}; undrain lets it in again", "id"
             )

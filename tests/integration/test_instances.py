@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live_gateway import LiveGateway, live_gateway, until
+from pd_fleet import SLOW_DECODE, running
 
 from moongate.engine_plugins.registrar import Announcement, Announcer
 from moongate.simulator.server import SimEngine, SimEngineConfig
@@ -230,6 +231,27 @@ async def test_an_engine_that_an_operator_removed_is_kept_out(pair: Pair, way: s
             case _:
                 assert (await gateway.client.delete(f"{path}?withdrawn=true")).status_code == 202
         assert (await gateway.client.put(path, json=body)).json() == {"change": "added"}
+
+
+@pytest.mark.asyncio
+async def test_a_removed_engine_that_goes_on_announcing_ends_what_it_has() -> None:
+    engine = SimEngine(SimEngineConfig(profile=SLOW_DECODE, model="sim"))
+    async with (
+        running([engine]),
+        live_gateway([], instances=[], wait_ready=False, drain={"limit_s": 10.0}) as gateway,
+    ):
+        path, body = "/admin/instances/e", record(engine, lease_s=0.5)
+        await gateway.client.put(path, json={**body, "lease_s": 30})
+        await until(lambda: _is(gateway, "e", "up"))
+        asking = asyncio.create_task(gateway.chat(model="sim", max_tokens=30))
+        await until(lambda: gateway.inflight() == 1)
+        await gateway.client.delete(path)
+        for _ in range(5):  # in all twice as long as the lease
+            assert (await gateway.client.put(path, json=body)).status_code == 409
+            assert await names(gateway) == {"e": "draining"}
+            await asyncio.sleep(0.2)
+        assert (await asking).status_code == 200
+        await until(lambda: _is_gone(gateway, "e"))
 
 
 @pytest.mark.asyncio
