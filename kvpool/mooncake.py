@@ -56,7 +56,9 @@ class MooncakeMaster:
         found: dict[str, Replica] = {}
         for start in range(0, len(keys), KEYS_PER_CALL):
             part = _join(keys[start : start + KEYS_PER_CALL])
-            found |= _read_answer(await self._get(f"/batch_query_keys?keys={part}", self._timeout))
+            if part:
+                answer = await self._get(f"/batch_query_keys?keys={part}", self._timeout)
+                found |= _read_answer(answer)
         return found
 
     async def check(self) -> PoolState:

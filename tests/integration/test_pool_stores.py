@@ -94,6 +94,7 @@ async def test_a_key_with_a_comma_is_not_asked_for() -> None:
         pool.put(key, 10)
     async with master_of(pool) as (store, master):
         assert set(await store.look_up(["b", "a,b"])) == {"b"}
+        assert await store.look_up(["a,b"]) == {}
         assert [request.keys for request in master.requests] == [("b",)]
 
 
