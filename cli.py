@@ -111,7 +111,8 @@ def _check(options: argparse.Namespace) -> int:
     except SettingsError as error:
         return _fail(*error.problems)
     names = ", ".join(instance.id for instance in settings.instances)
-    print(f"{options.config}: ok; policy {settings.policy.name}, instances {names}")
+    told = f"instances {names}" if names else "instances: none (they announce themselves)"
+    print(f"{options.config}: ok; policy {settings.policy.name}, {told}")
     return EXIT_OK
 
 

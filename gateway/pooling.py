@@ -473,6 +473,8 @@ def _unknown_because(member: Member) -> str | None:
         return "the engine uses no pool"
     if member.model is None:
         return "it doesn't say where it loaded its model from"
+    if not member.has_askable_keys:
+        return f"the name of its model's directory has a comma, at which keys are split: {member.model}"
     if member.block_size_tokens is None:
         return "its block size isn't known yet"
     if member.scheme is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
-from moongate.kvpool.keys import Shard
+from moongate.kvpool.keys import SHARDS_MAX, Shard
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 from moongate.router.seeding import SeedingLimits
@@ -41,7 +42,10 @@ HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 """RFC 9110 token."""
 
 
-MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):[1-9]\d{0,4}$")
+MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[1-9]\d{0,4})$", re.ASCII)
+KEY_PART = re.compile(r"^(?:(?!,)[!-~]){0,256}$")
+"""The master takes keys apart at commas, and is asked for them in an address."""
+
 MASTER_HTTP_PORT = 9003
 """Mooncake's own default for `--metrics_port`."""
 
@@ -95,6 +99,21 @@ def _has_good_port(parts: SplitResult) -> bool:
         return False
 
 
+def _is_master(address: str) -> bool:
+    found = MASTER.fullmatch(address)
+    return found is not None and int(found["port"]) <= 65_535
+
+
+def _check_key_part(text: str) -> str:
+    if not KEY_PART.fullmatch(text):
+        raise ValueError("expected visible ASCII characters without a comma, 256 at most")
+    return text
+
+
+def _whole_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _check_endpoint(endpoint: str) -> str:
     try:
         connectable(endpoint, "http://127.0.0.1")
@@ -114,6 +133,8 @@ HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 Url = Annotated[str, AfterValidator(_check_url)]
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
+KeyPart = Annotated[str, AfterValidator(_check_key_part)]
+HashSeed = Annotated[str, BeforeValidator(_whole_as_text)]  # YAML reads an unquoted 0 as a number
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
@@ -222,7 +243,7 @@ class InstanceSettings(_Section):
     def _check(self) -> InstanceSettings:
         if self.kv_replay is not None and self.kv_events is None:
             raise ValueError("kv_replay without kv_events")
-        if self.api_key_env is not None and self.api_key_env not in os.environ:
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
         if self.kv_connector == "mooncake" and self.role == "prefill" and not self.bootstrap_url:
             raise ValueError(
@@ -264,9 +285,21 @@ class ShardSettings(_Section):
     pp: Annotated[int, Field(ge=1, le=64)] = 1
     groups: Annotated[int, Field(ge=1, le=64)] = 1  # KV groups of a hybrid model
 
+    @model_validator(mode="after")
+    def _check(self) -> ShardSettings:
+        count = math.prod(self._sizes)
+        if count > SHARDS_MAX:
+            raise ValueError(
+                f"tp x pcp x dcp x pp x groups are {count} parts, {SHARDS_MAX} at most"
+            )
+        return self
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.tp, self.pcp, self.dcp, self.pp, self.groups
+
     def as_shards(self) -> list[Shard]:
-        sizes = (self.tp, self.pcp, self.dcp, self.pp, self.groups)
-        return [Shard(*ranks) for ranks in itertools.product(*map(range, sizes))]
+        return [Shard(*ranks) for ranks in itertools.product(*map(range, self._sizes))]
 
 
 class SeedingSettings(_Section):
@@ -300,9 +333,9 @@ class PoolSettings(_Section):
     master: str | None = None  # host:port of the Mooncake master, as engines are given it
     admin_url: Url | None = None  # its HTTP interface; None: port 9003 on the master's host
     lookup_budget_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0  # what a turn waits for it
-    hash_seeds: list[str] = Field(default_factory=list)  # PYTHONHASHSEED of engines, if not 0
-    cache_prefix: str = ""  # as in the engines' kv_connector_extra_config
-    namespace: str = ""  # of an opt-in payload format, such as @store_tp:2@store_pp:1
+    hash_seeds: list[HashSeed] = Field(default_factory=list)  # PYTHONHASHSEED of engines, if not 0
+    cache_prefix: KeyPart = ""  # as in the engines' kv_connector_extra_config
+    namespace: KeyPart = ""  # of an opt-in payload format, such as @store_tp:2@store_pp:1
     shards: ShardSettings | None = None  # None: learned from what engines store
     seeding: SeedingSettings = SeedingSettings()
 
@@ -316,7 +349,7 @@ class PoolSettings(_Section):
             raise ValueError(f"master and admin_url are of kind mooncake, not {self.kind}")
         if self.kind == "none" and self.seeding.enabled == "on":
             raise ValueError("seeding.enabled: on needs a pool; kind is none")
-        if self.master is not None and not MASTER.fullmatch(self.master):
+        if self.master is not None and not _is_master(self.master):
             raise ValueError("master: expected host:port, such as 127.0.0.1:50051")
         return self
 

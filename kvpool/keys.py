@@ -27,6 +27,9 @@ class Shard(NamedTuple):
 
 ONE_SHARD = (Shard(),)
 
+KEY_SEPARATOR = ","
+"""Between keys that are asked for together, so no key that has one can be asked for."""
+
 SHARDS_MAX = 4096
 """The ranks of a very large engine, or KV groups times those of a large one: each is a key to ask for."""
 

@@ -18,7 +18,7 @@ from moongate.kvpool.digests import (
     SchemeProbe,
     digest_blocks,
 )
-from moongate.kvpool.keys import ONE_SHARD, SHARDS_MAX, BlockDigest, KeyLayout, Shard
+from moongate.kvpool.keys import KEY_SEPARATOR, ONE_SHARD, SHARDS_MAX, BlockDigest, KeyLayout, Shard
 from moongate.router.blocks import TOKEN_BYTES
 from moongate.router.events import BlocksStored
 from moongate.router.model import BlockHash, InstanceId, KeySpace, SourceId, Tier
@@ -112,11 +112,16 @@ class Member:
         return self.presumed
 
     @property
+    def has_askable_keys(self) -> bool:
+        """Tell whether the name of its model may be part of a question."""
+        return self.model is None or KEY_SEPARATOR not in self.model
+
+    @property
     def key_space(self) -> KeySpace | None:
         """Return the instance's key space, None as long as its keys can't be made."""
         scheme = self.scheme
         known = scheme is not None and self.model is not None and self.block_size_tokens is not None
-        if not known or self.uses_pool is False:
+        if not known or self.uses_pool is False or not self.has_askable_keys:
             return None
         assert scheme is not None
         seed = f"{self.instance_id}#{self.epoch}" if scheme.seed is None else scheme.seed

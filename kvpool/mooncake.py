@@ -4,19 +4,23 @@ Read-only: these questions take no lease and move nothing. aiohttp and not httpx
 would cost 2.3 ms of processor time instead of 0.15.
 
 Source: Mooncake 0.3.13 `master_admin_service` (run): `/batch_query_keys` answers for each key with
-the replicas in memory, on a shared disk and on a client's own disk, apart.
+the replicas in memory, on a shared disk and on a client's own disk, apart. It decodes the address
+first and takes it apart at commas then.
 """
 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
 from yarl import URL
 
+from moongate.kvpool.keys import KEY_SEPARATOR
 from moongate.kvpool.store import PoolState, PoolUnavailable, Replica
 
 KEYS_PER_CALL = 200
@@ -29,6 +33,8 @@ _KEEP_ALIVE_S = 30.0
 
 BODY_BYTES_MAX = 4 << 20
 """An answer of 200 keys with a few replicas each is 200 KB; the page of metrics is smaller."""
+
+_ORDINARY = f"{string.ascii_letters}{string.digits}-._~@:,".encode()
 
 _METRIC = re.compile(r"^(?P<name>master_\w+) (?P<value>[-+.0-9eE]+)$", re.MULTILINE)
 _COUNTER = re.compile(r"^# TYPE (?P<name>master_\w+) counter$", re.MULTILINE)
@@ -49,8 +55,10 @@ class MooncakeMaster:
     async def look_up(self, keys: Sequence[str]) -> Mapping[str, Replica]:
         found: dict[str, Replica] = {}
         for start in range(0, len(keys), KEYS_PER_CALL):
-            part = ",".join(keys[start : start + KEYS_PER_CALL])
-            found |= _read_answer(await self._get(f"/batch_query_keys?keys={part}", self._timeout))
+            part = _join(keys[start : start + KEYS_PER_CALL])
+            if part:
+                answer = await self._get(f"/batch_query_keys?keys={part}", self._timeout)
+                found |= _read_answer(answer)
         return found
 
     async def check(self) -> PoolState:
@@ -80,7 +88,7 @@ class MooncakeMaster:
 
     async def _get(self, target: str, limit: aiohttp.ClientTimeout) -> bytes:
         """Raises: PoolUnavailable."""
-        # Marked as encoded: keys have no character that needs it, and looking takes longer than asking.
+        # Marked as encoded, which it is: looking takes longer than asking.
         url = URL(self._url + target, encoded=True)
         try:
             async with self._session.get(url, timeout=limit, allow_redirects=False) as answer:
@@ -92,6 +100,19 @@ class MooncakeMaster:
         if answer.status != 200:
             raise PoolUnavailable(f"{self._url}{target[:40]}: status {answer.status}")
         return body
+
+
+def _join(keys: Sequence[str]) -> str:
+    """Return keys as the address names them. One with a comma is left out: it can't be asked for.
+
+    Cost: 17 us for 200 ordinary keys, which need no quoting; 0.3 ms for others.
+    """
+    joined = ",".join(keys)
+    has_commas = joined.count(",") >= len(keys)
+    if not has_commas and not joined.encode("utf-8", "surrogatepass").translate(None, _ORDINARY):
+        return joined
+    whole = (key for key in keys if KEY_SEPARATOR not in key)
+    return ",".join(quote(key, safe="@:", errors="surrogatepass") for key in whole)
 
 
 async def _read_body(answer: aiohttp.ClientResponse) -> bytes:

@@ -76,6 +76,29 @@ async def test_any_number_of_keys_can_be_asked_for(stores: Stores, count: int) -
 
 
 @both
+@pytest.mark.parametrize(
+    "model", ["My Model", "a#b", "a&b", "%41", "a+b", "a;b", "modell-ü", "x\r\nX-Evil: 1", "a/?b=c"]
+)
+async def test_any_name_of_a_model_is_asked_for_as_it_is(stores: Stores, model: str) -> None:
+    pool = MemoryPool(1_000)
+    keys = [f"{model}@tp_rank:0@{name}" for name in ("aa", "bb", "cc")]
+    pool.put(keys[0], 10)
+    pool.put(keys[2], 10)
+    async with stores(pool) as store:
+        assert list(await store.look_up(keys)) == [keys[0], keys[2]]
+
+
+async def test_a_key_with_a_comma_is_not_asked_for() -> None:
+    pool = MemoryPool(100)
+    for key in ("a", "b", "a,b"):
+        pool.put(key, 10)
+    async with master_of(pool) as (store, master):
+        assert set(await store.look_up(["b", "a,b"])) == {"b"}
+        assert await store.look_up(["a,b"]) == {}
+        assert [request.keys for request in master.requests] == [("b",)]
+
+
+@both
 async def test_looking_up_keeps_nothing_from_being_evicted(stores: Stores) -> None:
     pool = MemoryPool(20)
     pool.put("old", 10)

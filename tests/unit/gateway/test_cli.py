@@ -49,6 +49,15 @@ def write(path: Path, text: str) -> str:
 # --- check ----------------------------------------------------------------------------------------
 
 
+def test_a_file_without_instances_says_that_they_announce_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "m.yaml", "instances: []\n")
+    assert main(["check", "-c", file]) == 0
+    said = "ok; policy kv_cost, instances: none (they announce themselves)"
+    assert capsys.readouterr().out == f"{file}: {said}\n"
+
+
 def test_a_good_file_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "m.yaml", GOOD)
     assert main(["check", "-c", file]) == 0

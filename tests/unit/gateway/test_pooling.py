@@ -464,6 +464,16 @@ async def test_announced_sizes_are_the_parts_of_a_block_until_they_are_learned()
         assert one.index()["shards"] == 1
 
 
+async def test_a_model_whose_name_has_a_comma_can_t_be_asked_for() -> None:
+    async with world() as one:
+        one.join(A, root="/models/a,b")
+        one.announce(A, stored(tokens(1), digests(tokens(1))))
+        assert one.index()["key_space"] is None
+        assert one.index()["unknown_because"] == (
+            "the name of its model's directory has a comma, at which keys are split: a,b"
+        )
+
+
 async def test_a_restarted_instance_is_described_anew() -> None:
     async with world(A) as one:
         one.pooling.restarted(A)

@@ -442,6 +442,57 @@ def test_a_pool_that_cant_be_reached_is_refused(section: str, problem: str) -> N
     assert problems_of(f"{section}\n{ONE}") == (f"m.yaml:1: {problem}",)
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("master: 'h:65536'", "pool: master: expected host:port, such as 127.0.0.1:50051"),
+        (
+            "shards: {tp: 256, pp: 17}",
+            "pool.shards: tp x pcp x dcp x pp x groups are 4352 parts, 4096 at most",
+        ),
+        (
+            "cache_prefix: 'a,b'",
+            (
+                "pool.cache_prefix: expected visible ASCII characters without a comma, 256 at most;"
+                " got 'a,b'"
+            ),
+        ),
+        (
+            "namespace: 'a b'",
+            (
+                "pool.namespace: expected visible ASCII characters without a comma, 256 at most;"
+                " got 'a b'"
+            ),
+        ),
+        ("hash_seeds: [true]", "pool.hash_seeds.0: Input should be a valid string; got True"),
+    ],
+)
+def test_what_no_pool_has_is_refused(fields: str, problem: str) -> None:
+    master = "" if "master" in fields else "master: 'h:1', "
+    assert problems_of(f"pool: {{kind: mooncake, {master}{fields}}}\n{ONE}") == (
+        f"m.yaml:1: {problem}",
+    )
+
+
+def test_what_names_keys_is_text_and_seeds_may_be_numbers() -> None:
+    fields = "hash_seeds: [0, '7'], cache_prefix: 'a&b', namespace: '@store_tp:2'"
+    pool = parse(f"pool: {{kind: mooncake, master: 'h:65535', {fields}}}\n{ONE}").pool
+    assert pool.hash_seeds == ["0", "7"]
+    assert (pool.cache_prefix, pool.namespace) == ("a&b", "@store_tp:2")
+
+
+def test_a_block_may_have_4096_parts() -> None:
+    shards = parse(f"pool: {{kind: memory, shards: {{tp: 256, pp: 16}}}}\n{ONE}").pool.shards
+    assert shards is not None
+    assert len(shards.as_shards()) == 4096
+
+
+def test_an_empty_key_of_an_engine_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONGATE_TEST_KEY", "")
+    (problem,) = problems_of(instance("api_key_env: MOONGATE_TEST_KEY"))
+    assert problem.endswith("api_key_env: the variable MOONGATE_TEST_KEY is not set")
+
+
 def test_the_pools_http_interface_is_at_its_usual_port_unless_told() -> None:
     told = parse(f"pool: {{kind: mooncake, admin_url: 'http://m:9100'}}\n{ONE}").pool
     assert told.master_url == "http://m:9100"
