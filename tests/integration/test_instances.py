@@ -320,6 +320,9 @@ async def test_without_a_key_changes_through_a_proxy_or_browser_are_refused(
         headers = {header: "192.0.2.1"}
         put = await gateway.client.put("/admin/instances/e", json=record(pair[1]), headers=headers)
         drain = await gateway.client.post("/admin/instances/a/drain", headers=headers)
+        dry_run = {"model": "sim", "messages": [{"role": "user", "content": "hi"}]}
+        explain = await gateway.client.post("/admin/explain", json=dry_run, headers=headers)
+        assert explain.status_code == 200, "it changes nothing"
         delete = await gateway.client.delete("/admin/instances/a", headers=headers)
         assert {put.status_code, drain.status_code, delete.status_code} == {403}
         assert (await gateway.client.get("/admin/instances", headers=headers)).status_code == 200
