@@ -8,8 +8,9 @@ Source: vLLM 0.32 `kv_connector/v1/mooncake/mooncake_utils.py` `MooncakeBootstra
 
 from __future__ import annotations
 
-import aiohttp
 import orjson
+
+from moongate.kvpool.mooncake_http import GetFailed, get_body, open_session
 
 BODY_BYTES_MAX = 64 << 10
 """A rank with its workers' addresses is some 100 bytes."""
@@ -23,8 +24,8 @@ class Bootstraps:
     """Asks bootstrap servers. Create it inside the event loop, and `close` it."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._session = aiohttp.ClientSession(trust_env=False)
+        self._timeout_s = timeout_s
+        self._session = open_session()
 
     async def engine_id(self, url: str, rank: int | None) -> str:
         """Return the id of the engine behind a server: of this data-parallel rank, or of its only one.
@@ -32,32 +33,15 @@ class Bootstraps:
         Raises: BootstrapFailed.
         """
         try:
-            async with self._session.get(
-                f"{url}/query", timeout=self._timeout, allow_redirects=False
-            ) as answer:
-                body = await _read_body(answer)
-        except TimeoutError as error:
-            raise BootstrapFailed(f"{url}: no answer in time") from error
-        except aiohttp.ClientError as error:
-            raise BootstrapFailed(f"{url}: {error}") from error
-        if answer.status != 200:
-            raise BootstrapFailed(f"{url}/query: status {answer.status}")
-        if len(body) > BODY_BYTES_MAX:
-            raise BootstrapFailed(f"{url}/query: more than {BODY_BYTES_MAX} bytes")
+            body = await get_body(
+                self._session, url, "/query", timeout_s=self._timeout_s, bytes_max=BODY_BYTES_MAX
+            )
+        except GetFailed as error:
+            raise BootstrapFailed(str(error)) from error
         return read_engine_id(url, body, rank)
 
     async def close(self) -> None:
         await self._session.close()
-
-
-async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the body, of one that is too long no more than shows that it is."""
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) > BODY_BYTES_MAX:
-            break
-    return bytes(body)
 
 
 def read_engine_id(url: str, body: bytes, rank: int | None) -> str:
