@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from moongate.gateway.api_instances import AdminGuard
+from moongate.gateway.admin_guard import AdminGuard, read_body
 from moongate.gateway.api_models import list_models
 from moongate.gateway.body import find_session_key, find_user, parse_body
 from moongate.gateway.driver import Driver
@@ -229,16 +229,6 @@ def _index_as_json(driver: Driver, monitor: Monitor) -> dict[str, Any]:
     return {"blocks": core.index.total, "predicted_blocks": predicted, "sources": sources}
 
 
-async def _read_body(request: Request, bytes_max: int) -> bytes:
-    """Return the whole body. Raises: GatewayError (413)."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > bytes_max:
-            raise GatewayError(413, f"the body is larger than {bytes_max} bytes", "body_too_large")
-    return bytes(body)
-
-
 async def _explain(
     request: Request,
     settings: Settings,
@@ -246,7 +236,7 @@ async def _explain(
     prompts: PromptPipeline,
     pooling: Pooling | None,
 ) -> dict[str, Any]:
-    raw = await _read_body(request, settings.limits.body_bytes_max)
+    raw = await read_body(request, settings.limits.body_bytes_max)
     body = parse_body(raw, Route("/admin/explain", needs_model=True))
     path = "/v1/chat/completions" if "messages" in body.fields else "/v1/completions"
     route = PROXIED[path]

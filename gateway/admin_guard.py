@@ -1,0 +1,76 @@
+"""What guards the operators' routes: who may call them, and how much they may send."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from collections.abc import Mapping
+
+from fastapi import Request
+
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.headers import read_headers
+
+DRY_RUNS = frozenset({"/admin/explain"})
+"""Posts that change nothing."""
+
+PASSED_ON = ("origin", "forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers of a request that comes from elsewhere though its connection is from this machine."""
+
+
+class AdminGuard:
+    """Who may call `/admin`: with a key configured whoever has it, else changes only from loopback."""
+
+    def __init__(self, key_env: str | None) -> None:
+        self._key = os.environ[key_env].encode() if key_env is not None else None
+
+    def check(self, request: Request) -> None:
+        """Raises: GatewayError (401, 403)."""
+        headers = read_headers(request.scope["headers"])
+        if self._key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            key = given.strip().encode("latin-1", "replace")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key, self._key):
+                raise GatewayError(
+                    401, "the admin key is missing or wrong; send it as a bearer token", "unauthorized",
+                    headers={"www-authenticate": "Bearer"},
+                )  # fmt: skip
+        elif request.method not in ("GET", "HEAD") and request.url.path not in DRY_RUNS:
+            _check_is_local(request, headers)
+
+
+def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
+    """Raises: GatewayError (403)."""
+    if not _is_loopback(request):
+        raise GatewayError(
+            403, "without auth.admin_key_env, changes are taken from this machine only", "forbidden"
+        )
+    passed_on = next((name for name in PASSED_ON if name in headers), None)
+    if passed_on is not None:
+        raise GatewayError(
+            403,
+            f"without auth.admin_key_env, changes with {passed_on} (of a proxy or a browser) are"
+            " not taken",
+            "forbidden",
+        )
+
+
+def _is_loopback(request: Request) -> bool:
+    host = request.client.host if request.client is not None else ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+async def read_body(request: Request, bytes_max: int) -> bytes:
+    """Return the whole body. Raises: GatewayError (413)."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > bytes_max:
+            raise GatewayError(413, f"the body is larger than {bytes_max} bytes", "body_too_large")
+    return bytes(body)
