@@ -29,11 +29,13 @@ from moongate.engine_plugins.vllm_launch import HASH_SEED, EngineLaunch
 logger = logging.getLogger(__name__)
 
 LEASE_S_DEFAULT = 30.0
+"""A dead machine gets no more requests after this; two renewals in a row may be lost."""
 
 RETRY_S = 2.0
 """After a failure, unless a third of the lease is shorter."""
 
 REQUEST_TIMEOUT_S = 3.0
+"""A gateway answers within milliseconds; one that doesn't is asked again after `RETRY_S`."""
 
 WITHDRAWAL_S = 5.0
 """How long the end of an engine waits for gateways; their leases do the rest."""

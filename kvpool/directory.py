@@ -27,7 +27,10 @@ STRETCH_BLOCKS = 64
 """What a turn adds is mostly less."""
 
 FACTS_MAX = 65_536
+"""Where so many conversations ended: about 20 MB."""
+
 HINTS_MAX = 262_144
+"""Announced within `HINTED_S`: 4 million tokens at block size 16, about 30 MB."""
 
 
 class PoolPrefix(NamedTuple):
