@@ -44,9 +44,17 @@ def read_headers(raw: RawHeaders) -> dict[str, str]:
 
 
 def request_headers(
-    raw: RawHeaders, *, request_id: str, forward_credentials: bool, api_key: str | None
+    raw: RawHeaders,
+    *,
+    request_id: str,
+    forward_credentials: bool,
+    api_key: str | None,
+    rank: int | None = None,
 ) -> list[tuple[bytes, bytes]]:
-    """Return the headers that an engine gets. Its own key, where it has one, replaces any other."""
+    """Return the headers that an engine gets, with the data-parallel rank that is to answer.
+
+    Its own key, where it has one, replaces any other.
+    """
     keeps_credentials = forward_credentials and api_key is None
     dropped = NEVER_FORWARDED if keeps_credentials else NEVER_FORWARDED_OR_SECRET
     headers = [
@@ -55,6 +63,8 @@ def request_headers(
     headers.append((b"x-request-id", request_id.encode("latin-1")))
     if api_key is not None:
         headers.append((b"authorization", b"Bearer " + api_key.encode("latin-1")))
+    if rank is not None:
+        headers.append((b"x-data-parallel-rank", b"%d" % rank))
     return headers
 
 

@@ -72,6 +72,7 @@ from moongate.router import (
     FailureKind,
     Forward,
     Holder,
+    ModelCard,
     Outcome,
     PrefillEnded,
     Reject,
@@ -336,8 +337,7 @@ class _Exchange:
 
     def _name_blocks(self, read: ReadPrompt, body: Body) -> PromptTokens:
         assert read.prompt is not None
-        cards = self._path.driver.core.fleet.model_cards()
-        return PromptTokens(read.prompt, read.tokens, read_salt(body), cards.get(self._model_label))
+        return PromptTokens(read.prompt, read.tokens, read_salt(body), self._find_card())
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
@@ -431,15 +431,13 @@ class _Exchange:
             raise
 
     def _headers_for(self, holder: Holder, link: Link) -> list[tuple[bytes, bytes]]:
-        headers = request_headers(
+        return request_headers(
             self._client.headers,
             request_id=self._client_id,
             forward_credentials=self._path.settings.auth.forward_client_key,
             api_key=link.api_key,
+            rank=holder.rank,
         )
-        if holder.rank is not None:
-            headers.append((b"x-data-parallel-rank", b"%d" % holder.rank))
-        return headers
 
     def _ids_for(self, body: Body, link: Link) -> bytes | None:
         """Return the prompt's token ids, if the instance should get them."""
@@ -453,8 +451,11 @@ class _Exchange:
         return ids
 
     def _context_tokens(self) -> int | None:
-        card = self._path.driver.core.fleet.model_cards().get(self._model_label)
+        card = self._find_card()
         return card.max_model_len_tokens if card is not None else None
+
+    def _find_card(self) -> ModelCard | None:
+        return self._path.driver.core.fleet.model_cards().get(self._model_label)
 
     def _report(
         self, kind: FailureKind, status: int | None = None, *, is_prefill: bool = False

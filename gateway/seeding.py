@@ -98,9 +98,8 @@ class Seeding:
             request_id=make_request_id(),
             forward_credentials=False,
             api_key=link.api_key,
+            rank=holder.rank,
         )
-        if holder.rank is not None:
-            headers.append((b"x-data-parallel-rank", b"%d" % holder.rank))
         answer = await link.upstream.send(PATH, headers, (body,))
         try:
             while await answer.read():

@@ -55,6 +55,15 @@ def test_of_several_connection_headers_each_counts() -> None:
     assert response_headers([*raw, (b"x-c", b"3")], {}) == [(b"x-c", b"3")]
 
 
+@pytest.mark.parametrize("rank", [0, 12])
+def test_the_rank_is_the_one_that_was_chosen(rank: int) -> None:
+    raw = [(b"X-Data-Parallel-Rank", b"99")]
+    headers = request_headers(
+        raw, request_id="r1", forward_credentials=False, api_key=None, rank=rank
+    )
+    assert headers == [OURS, (b"x-data-parallel-rank", str(rank).encode())]
+
+
 @pytest.mark.parametrize("name", sorted(CREDENTIALS))
 def test_a_clients_credentials_go_on_only_where_that_is_wanted(name: bytes) -> None:
     raw = [(name, b"secret")]
