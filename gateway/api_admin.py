@@ -177,9 +177,7 @@ def _instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> d
 
 def _tokens_held(driver: Driver, state: InstanceState, holder_name: str) -> dict[str, int]:
     core = driver.core
-    size = core.sources.block_size_tokens(state.spec.id) or (
-        state.facts.block_size_tokens if state.facts is not None else None
-    )
+    size = core.candidates.block_size_tokens(state)
     holder = next((h for h in core.index.holders if str(h) == holder_name), None)
     if holder is None or size is None:
         return {tier.value: 0 for tier in Tier}

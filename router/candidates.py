@@ -101,14 +101,18 @@ class CandidateTable:
         return [seat.candidate or self._fill(seat) for seat in group.seats]
 
     def space(self, instance: InstanceState, model: str) -> BlockSpace:
-        """Return the block space of a model's prompts on an instance.
+        """Return the block space of a model's prompts on an instance."""
+        return instance.space(model, self.block_size_tokens(instance))
+
+    def block_size_tokens(self, instance: InstanceState) -> int | None:
+        """Return the size of an instance's blocks; None: not known yet.
 
         What its events say counts more than what discovery or the operator said.
         """
         size = self._sources.block_size_tokens(instance.spec.id)
         if size is None and instance.facts is not None:
             size = instance.facts.block_size_tokens
-        return instance.space(model, size)
+        return size
 
     def spaces(self, model: str) -> frozenset[BlockSpace]:
         """Return the block spaces in which a prompt for this model has to be hashed."""

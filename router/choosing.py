@@ -138,7 +138,7 @@ class Chooser:
         candidates, departure, history_tokens = self._place(request, group)
         situation = Situation(
             request=request,
-            prompt_tokens=request.prompt.token_count if request.prompt is not None else 0,
+            prompt_tokens=request.prompt_tokens or 0,
             history_tokens=history_tokens,
             departures=departure.lineage.departures,
             tokens_per_ms=self.fleet.tokens_per_ms,
@@ -163,7 +163,7 @@ class Chooser:
             [place for place in local.ranked if place.holder in receivers],
             prefill.ranked,
             weights if isinstance(weights, CostWeights) else CostWeights(),
-            request.prompt.token_count if request.prompt is not None else 0,
+            request.prompt_tokens or 0,
             self.fleet.handoff_tokens_per_ms,
         )
         if pair.prefill is None:
@@ -234,8 +234,7 @@ class Chooser:
     def _add_pool(self, request: Request, group: Group, candidates: list[Candidate]) -> None:
         """Replace those candidates that use the pool by copies with what it has for them."""
         for position, seat in enumerate(group.seats):
-            key_space = seat.instance.key_space
-            part = request.pool.get(key_space) if key_space is not None else None
+            part = seat.instance.part_of(request.pool)
             if part is not None and part.tokens:
                 ms_per_token = self.fleet.fetch_ms_per_token(part, seat.instance)
                 candidates[position] = candidates[position].fetching(part, ms_per_token)
@@ -276,7 +275,7 @@ def _decision(
     return Decision(
         policy.name,
         reason,
-        request.prompt.token_count if request.prompt is not None else None,
+        request.prompt_tokens,
         candidate.overlap_tokens,
         candidate.pool_tokens,
         tuple(ranked),

@@ -94,6 +94,10 @@ class InstanceState:
             return TEXT_SPACE
         return BlockSpace(block_size_tokens, model if card.is_adapter else None)
 
+    def part_of(self, pool: Mapping[KeySpace, PoolPart]) -> PoolPart | None:
+        """Return what the pool has for this instance. None: nothing, or it uses no pool."""
+        return pool.get(self.key_space) if self.key_space is not None else None
+
     # --- health -----------------------------------------------------------------------------------
 
     def probed(self, is_healthy: bool, is_gone: bool, up_after: int, down_after: int) -> bool:

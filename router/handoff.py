@@ -6,9 +6,9 @@ cancelled would leave the blocks which the decode side has set aside waiting for
 limit (vLLM 0.32: 480 s), and every retry some more (decision 11).
 
 Once a prefill is answered its instance keeps the blocks until somebody has fetched them. So after a
-prefill that was answered, with what they can be fetched by, a decode leg is always delivered: where the client has left, or nobody could
-take its request, as one for a single token that nobody reads (a *release*). Nothing is ever cancelled
-in between.
+prefill that was answered, with what they can be fetched by, a decode leg is always delivered: where the
+client has left, or nobody could take its request, as one for a single token that nobody reads (a
+*release*). Nothing is ever cancelled in between.
 
     new -> prefilling -> decoding -> streaming -> over
                             | ^

@@ -220,3 +220,8 @@ class Request:
     pool: Mapping[KeySpace, PoolPart] = field(default_factory=dict)  # what it holds of the prompt
     may_hand_over: bool = False  # prefill and decode may be on different instances
     stays_whole: bool = False  # a decode instance can't do it, not even alone
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Return the prompt's length; None: not known."""
+        return self.prompt.token_count if self.prompt is not None else None

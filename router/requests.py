@@ -178,9 +178,8 @@ class Requests:
         self._forwards += 1
         instance.last_chosen[holder] = self._forwards
         instance.begin_trial(request.id)
-        prompt_tokens = request.prompt.token_count if request.prompt is not None else 0
         reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
-        lacking_tokens = max(prompt_tokens - reused_tokens, 0)
+        lacking_tokens = max((request.prompt_tokens or 0) - reused_tokens, 0)
         leg = Leg(
             place,
             holder,

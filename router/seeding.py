@@ -39,7 +39,6 @@ from moongate.router.model import (
     BlockHash,
     BlockSpace,
     Holder,
-    PoolPart,
     Request,
     RequestId,
 )
@@ -296,9 +295,7 @@ class Seeder:
     ) -> Site:
         holder, instance = place.seat.holder, place.seat.instance
         candidate, tokens = place.candidate, beginning.tokens
-        part: PoolPart | None = None
-        if instance.key_space is not None:
-            part = request.pool.get(instance.key_space)
+        part = instance.part_of(request.pool)
         if part is not None and part.weight < 1:
             part = None  # announced, but nobody has seen it there
         capacity = instance.facts.capacity_blocks if instance.facts is not None else None
