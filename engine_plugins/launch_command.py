@@ -27,12 +27,6 @@ class LaunchCommand:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
-def shell_line(command: LaunchCommand) -> str:
-    """Return `command` as one line to paste into a POSIX shell; its files aren't in it."""
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
-    return " ".join([*assignments, shlex.join(command.argv)])
-
-
 def shell_script(command: LaunchCommand, home: str | None = None) -> str:
     """Return `command` as lines for a POSIX shell that also write its files, as here-documents.
 

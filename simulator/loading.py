@@ -41,9 +41,6 @@ class LoadingArea:
     def wanted_requests(self) -> int:
         return sum(load.is_wanted for load in self._loads.values())
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
-
     def park(self, request_id: str, arrives_at: float | None) -> None:
         """`arrives_at` None: it will be set, or the load fails."""
         self._loads[request_id] = _Load(arrives_at)

@@ -9,7 +9,6 @@ from launches import LAUNCH, NIXL, POOL, PREFILL
 from moongate.engine_plugins.launch_command import (
     LaunchCommand,
     LaunchError,
-    shell_line,
     shell_script,
 )
 from moongate.engine_plugins.vllm_launch import build_command, check_together
@@ -106,9 +105,9 @@ def test_token_details_can_be_left_out() -> None:
     assert "--enable-prompt-tokens-details" not in command.argv
 
 
-def test_the_shell_line_survives_a_shell() -> None:
+def test_a_shell_script_survives_a_shell() -> None:
     command = build_command(replace(LAUNCH, model="/my models/it's tiny"))
-    words = shlex.split(shell_line(command))
+    words = shlex.split(shell_script(command))
     assert words[:5] == [
         "PYTHONHASHSEED=0",
         "VLLM_NO_USAGE_STATS=1",
@@ -119,9 +118,9 @@ def test_the_shell_line_survives_a_shell() -> None:
     assert tuple(words[5:]) == command.argv
 
 
-def test_the_shell_line_quotes_only_what_needs_it() -> None:
+def test_a_shell_script_quotes_only_what_needs_it() -> None:
     command = LaunchCommand(argv=("python", "-m", "x y"), environment={"A": "1", "B": "$c"})
-    assert shell_line(command) == "A=1 B='$c' python -m 'x y'"
+    assert shell_script(command) == "A=1 B='$c' python -m 'x y'"
 
 
 def test_a_shell_script_writes_the_files_first() -> None:
