@@ -25,12 +25,12 @@ import zipfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_cache import Progress, SetupError, build_once, cache_folder, run_main
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VERSIONS_THAT_MATTER = ("gguf", "tokenizers", "torch", "transformers")
 
@@ -180,56 +180,54 @@ def _training_files() -> list[Path]:
 
 
 def _save_tiny_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=TINY_VOCABULARY_TOKENS,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=TINY_POSITIONS_TOKENS,
-        initializer_range=TINY_WEIGHT_SPREAD,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
-    )
-    torch.manual_seed(TINY_SEED)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[tokenizer.all_special_ids] *= TINY_SPECIAL_TOKEN_SCALE
-    model.save_pretrained(folder)
+    config = LlamaConfig(**_tiny_shape(tokenizer), num_hidden_layers=2)
+    _save_random_weights(folder, tokenizer, lambda: LlamaForCausalLM(config))
 
 
 def _save_hybrid_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        vocab_size=TINY_VOCABULARY_TOKENS,
-        hidden_size=128,
-        intermediate_size=256,
+        **_tiny_shape(tokenizer),
         num_hidden_layers=len(HYBRID_LAYER_TYPES),
         layer_types=list(HYBRID_LAYER_TYPES),
         sliding_window=HYBRID_WINDOW_TOKENS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         query_pre_attn_scalar=32,
-        max_position_embeddings=TINY_POSITIONS_TOKENS,
-        initializer_range=TINY_WEIGHT_SPREAD,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
     )
+    _save_random_weights(folder, tokenizer, lambda: Gemma3ForCausalLM(config))
+
+
+def _tiny_shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return the fields that the tiny models' configurations have in common."""
+    import torch
+
+    return {
+        "vocab_size": TINY_VOCABULARY_TOKENS,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TINY_POSITIONS_TOKENS,
+        "initializer_range": TINY_WEIGHT_SPREAD,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": torch.float32,
+    }
+
+
+def _save_random_weights(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, make: Callable[[], PreTrainedModel]
+) -> None:
+    """Write the model that `make` makes of chance: the same for the same configuration."""
+    import torch
+
     torch.manual_seed(TINY_SEED)
-    model = Gemma3ForCausalLM(config)
+    model = make()
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.all_special_ids] *= TINY_SPECIAL_TOKEN_SCALE
     model.save_pretrained(folder)
