@@ -12,38 +12,16 @@ from moongate.simulator.blocks import (
 )
 from moongate.simulator.engine import (
     EngineModel,
-    EngineProfile,
     EngineRequest,
     FinishReason,
     StepResult,
 )
 
-# Round numbers: 10 ms a step, 1 ms a prompt token, 100 ms a decoded token.
-PROFILE = EngineProfile(
-    blocks=11,
-    block_size_tokens=4,
-    prefill_tokens_per_s=1000.0,
-    decode_tokens_per_s=10.0,
-    max_num_seqs=3,
-    max_num_batched_tokens=16,
-    max_model_len_tokens=40,
-    step_overhead_ms=10.0,
-)
+from .builders import PROFILE, request, step
 
 
 def make_engine(**changes: float) -> EngineModel:
     return EngineModel(dataclasses.replace(PROFILE, **changes))  # type: ignore[arg-type]
-
-
-def request(name: str, prompt_tokens: int, max_tokens: int = 1, *, first: int = 0) -> EngineRequest:
-    """A prompt of consecutive tokens; the same `first` gives the same prefix."""
-    return EngineRequest(name, tuple(range(first, first + prompt_tokens)), max_tokens)
-
-
-def step(engine: EngineModel, now: float = 0.0) -> StepResult:
-    result = engine.step(now)
-    assert result is not None
-    return result
 
 
 def run(engine: EngineModel, now: float = 0.0) -> tuple[dict[str, list[int]], float]:

@@ -11,7 +11,6 @@ from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.blocks import BlockStored
 from moongate.simulator.engine import (
     EngineModel,
-    EngineProfile,
     EngineRequest,
     FinishReason,
     StepResult,
@@ -19,19 +18,8 @@ from moongate.simulator.engine import (
 from moongate.simulator.pooling import SharedPool
 from moongate.simulator.transfer import Handoff, MooncakeSource, NixlSource, Receive, Send
 
-# 10 ms a step, 1 ms a prompt token, 100 ms a decoded token; 40 ms for a received block.
-PROFILE = EngineProfile(
-    blocks=11,
-    block_size_tokens=4,
-    prefill_tokens_per_s=1000.0,
-    decode_tokens_per_s=10.0,
-    max_num_seqs=3,
-    max_num_batched_tokens=16,
-    max_model_len_tokens=40,
-    step_overhead_ms=10.0,
-    kv_bytes_per_token=10,
-    kv_link_bytes_per_s=1000.0,
-)
+from .builders import PROFILE, request, step
+
 SEND = Send("t")
 RECEIVE = Receive(MooncakeSource("http://h:1", "e", "t"))
 
@@ -44,21 +32,8 @@ def make_engine(*, recomputes: bool = False, **changes: float) -> EngineModel:
     )
 
 
-def request(
-    name: str, prompt_tokens: int, handoff: Handoff | None, max_tokens: int = 1, *, first: int = 0
-) -> EngineRequest:
-    prompt = tuple(range(first, first + prompt_tokens))
-    return EngineRequest(name, prompt, max_tokens, handoff=handoff)
-
-
-def step(engine: EngineModel, now: float) -> StepResult:
-    result = engine.step(now)
-    assert result is not None
-    return result
-
-
 def receiving(engine: EngineModel, name: str = "d", tokens: int = 10) -> StepResult:
-    engine.submit(request(name, tokens, RECEIVE, max_tokens=3), 0.0)
+    engine.submit(request(name, tokens, max_tokens=3, handoff=RECEIVE), 0.0)
     return step(engine, 0.0)
 
 
@@ -67,7 +42,7 @@ def receiving(engine: EngineModel, name: str = "d", tokens: int = 10) -> StepRes
 
 def test_a_prefill_for_a_decoder_holds_its_blocks_until_they_are_released() -> None:
     engine = make_engine()
-    engine.submit(request("p", 10, SEND), 0.0)
+    engine.submit(request("p", 10, handoff=SEND), 0.0)
     now = step(engine, 0.0).ends_at
     assert engine.statistics().running_requests == 0
     assert engine.held_block_ids("p") == (1, 2, 3)
@@ -78,9 +53,9 @@ def test_a_prefill_for_a_decoder_holds_its_blocks_until_they_are_released() -> N
 
 def test_held_blocks_are_cached_for_others() -> None:
     engine = make_engine()
-    engine.submit(request("p", 10, SEND), 0.0)
+    engine.submit(request("p", 10, handoff=SEND), 0.0)
     now = step(engine, 0.0).ends_at
-    engine.submit(request("other", 10, None), now)
+    engine.submit(request("other", 10), now)
     assert step(engine, now).outputs[0].cached_tokens == 8
     assert not engine.reset_prefix_cache()
 
@@ -93,7 +68,7 @@ def test_an_answer_that_ends_by_itself_is_held_for_nixl_only(
     handoff: Handoff | None, *, is_held: bool
 ) -> None:
     engine = make_engine()
-    one = dataclasses.replace(request("p", 10, handoff, 9), stop_after_tokens=1)
+    one = dataclasses.replace(request("p", 10, 9, handoff=handoff), stop_after_tokens=1)
     engine.submit(one, 0.0)
     assert step(engine, 0.0).outputs[0].finish_reason is FinishReason.STOP
     assert (engine.held_block_ids("p") is not None) == is_held
@@ -101,7 +76,7 @@ def test_an_answer_that_ends_by_itself_is_held_for_nixl_only(
 
 def test_a_cancelled_prefill_holds_nothing() -> None:
     engine = make_engine()
-    engine.submit(request("p", 30, SEND), 0.0)
+    engine.submit(request("p", 30, handoff=SEND), 0.0)
     now = step(engine, 0.0).ends_at
     engine.cancel("p", now)
     assert (engine.held_block_ids("p"), engine.pool.usage) == (None, 0.0)
@@ -137,17 +112,17 @@ def test_what_arrives_takes_its_time_is_cached_and_only_the_last_token_is_comput
 
 def test_the_steps_of_others_go_on_while_a_prompt_is_on_its_way() -> None:
     engine = make_engine()
-    engine.submit(request("d", 10, RECEIVE), 0.0)
-    engine.submit(request("other", 5, None, first=50), 0.0)
+    engine.submit(request("d", 10, handoff=RECEIVE), 0.0)
+    engine.submit(request("other", 5, first=50), 0.0)
     result = step(engine, 0.0)
     assert [output.request_id for output in result.outputs] == ["other"]
 
 
 def test_only_what_the_device_lacks_is_received() -> None:
     engine = make_engine()
-    engine.submit(request("before", 6, None), 0.0)
+    engine.submit(request("before", 6), 0.0)
     now = step(engine, 0.0).ends_at
-    engine.submit(request("d", 10, RECEIVE), now)
+    engine.submit(request("d", 10, handoff=RECEIVE), now)
     step(engine, now)
     engine.kv_arriving("d", now)
     assert engine.wakes_at() == pytest.approx(now + 0.08)
@@ -159,7 +134,7 @@ def test_only_what_the_device_lacks_is_received() -> None:
 
 def test_nixls_tokens_are_counted_as_from_nowhere_known() -> None:
     engine = make_engine()
-    engine.submit(request("d", 10, Receive(NixlSource("h", 1, "e", "r"))), 0.0)
+    engine.submit(request("d", 10, handoff=Receive(NixlSource("h", 1, "e", "r"))), 0.0)
     step(engine, 0.0)
     assert engine.statistics().cached_tokens_by_source["external_unspecified"] == 10
 
@@ -184,7 +159,7 @@ def test_or_is_computed_and_not_asked_for_again() -> None:
 def test_a_cancelled_receive_keeps_its_blocks_until_it_has_come_or_failed() -> None:
     engine = make_engine()
     for name, has_come in (("a", True), ("b", False)):
-        engine.submit(request(name, 10, RECEIVE), 0.0)
+        engine.submit(request(name, 10, handoff=RECEIVE), 0.0)
         step(engine, 0.0)
         assert engine.cancel(name, 0.0)
         assert engine.is_loading(name)
@@ -204,7 +179,7 @@ def test_a_preempted_request_is_not_received_again() -> None:
     engine = make_engine(blocks=7, max_model_len_tokens=24)
     receiving(engine, "d", tokens=12)
     engine.kv_arriving("d", 0.0)
-    engine.submit(request("big", 12, None, 9, first=50), 0.0)
+    engine.submit(request("big", 12, 9, first=50), 0.0)
     now, receives, names = 1.0, list[EngineRequest](), set[str]()
     while (result := engine.step(now)) is not None:
         now = result.ends_at

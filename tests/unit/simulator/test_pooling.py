@@ -9,22 +9,11 @@ from hypothesis import strategies as st
 from moongate.kvpool.keys import KeyLayout, Shard
 from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.blocks import BlockStored, CacheNamespace, PoolBlockStored
-from moongate.simulator.engine import EngineModel, EngineProfile, EngineRequest, StepResult
+from moongate.simulator.engine import EngineModel, EngineRequest, StepResult
 from moongate.simulator.pooling import SharedPool
 
-# 10 ms a step, 1 ms a prompt token, 100 ms a decoded token; 10 ms for a fetched token.
-PROFILE = EngineProfile(
-    blocks=11,
-    block_size_tokens=4,
-    prefill_tokens_per_s=1000.0,
-    decode_tokens_per_s=10.0,
-    max_num_seqs=3,
-    max_num_batched_tokens=16,
-    max_model_len_tokens=40,
-    step_overhead_ms=10.0,
-    kv_bytes_per_token=10,
-    kv_link_bytes_per_s=1000.0,
-)
+from .builders import PROFILE, request, step
+
 BLOCK_BYTES = 40
 LAYOUT = KeyLayout("m")
 
@@ -52,17 +41,6 @@ def make_engine(
         publishes=publishes,
     )
     return EngineModel(profile, shared_pool=shared)
-
-
-def request(name: str, prompt_tokens: int, max_tokens: int = 1, *, first: int = 0) -> EngineRequest:
-    """A prompt of consecutive tokens; the same `first` gives the same prefix."""
-    return EngineRequest(name, tuple(range(first, first + prompt_tokens)), max_tokens)
-
-
-def step(engine: EngineModel, now: float) -> StepResult:
-    result = engine.step(now)
-    assert result is not None
-    return result
 
 
 def run(engine: EngineModel, now: float = 0.0) -> tuple[list[StepResult], float]:
