@@ -14,6 +14,7 @@ from processes import (
     Child,
     EngineProcess,
     Serve,
+    running,
     start_gateway,
 )
 
@@ -68,15 +69,8 @@ def engines(
         EngineProcess.make(tiny_model, directory, "a", **SHARED_ENGINE),
         EngineProcess.make(tiny_model, directory, "b", **SHARED_ENGINE),
     )
-    try:
-        for engine in pair:
-            engine.start()
-        for engine in pair:
-            engine.wait_ready()
+    with running(*pair):
         yield pair
-    finally:
-        for engine in pair:
-            engine.stop()
 
 
 @pytest.fixture

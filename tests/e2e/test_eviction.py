@@ -8,12 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-import msgspec
 import pytest
-import zmq
+from engine_truth import COPIES, complete, replayed_events
 from live_gateway import live_gateway, until
-from processes import BLOCK_TOKENS, EngineProcess
+from processes import BLOCK_TOKENS, EngineProcess, running
 
 from moongate.router import Holder, InstanceId, Tier, Trust
 
@@ -33,37 +31,17 @@ def small_engine(
         gpu_blocks_override=BLOCKS,
         max_model_len_tokens=4096,
     )
-    engine.start()
-    try:
-        engine.wait_ready()
+    with running(engine):
         yield engine
-    finally:
-        engine.stop()
 
 
 def _replayed_blocks(endpoint: str) -> set[int]:
-    """Return the blocks that the engine holds by its full replay, decoded independently.
-
-    vLLM announces each physical copy of a block as stored and as removed, so copies are counted.
-    """
+    """Return the blocks that the engine holds by its full replay, decoded independently."""
     copies: Counter[int] = Counter()
-    context = zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.connect(endpoint)
-    sock.send_multipart([b"", (0).to_bytes(8, "big")])
-    expected = 0
-    while sock.poll(10_000):
-        _, _, sequence, payload = sock.recv_multipart()
-        if sequence == b"\xff" * 8:
-            context.destroy(linger=0)
-            return {block for block, count in copies.items() if count > 0}
-        assert int.from_bytes(sequence, "big") == expected
-        expected += 1
-        for event in msgspec.msgpack.decode(payload)[1]:
-            step = {"BlockStored": 1, "BlockRemoved": -1}[event["type"]]
-            for block in event["block_hashes"]:
-                copies[block] += step
-    raise AssertionError("the replay did not end")
+    for event in replayed_events(endpoint):
+        for block in event["block_hashes"]:
+            copies[block] += COPIES[event["type"]]
+    return {block for block, count in copies.items() if count > 0}
 
 
 def _prompts(seed: int) -> list[list[int]]:
@@ -77,15 +55,6 @@ def _prompts(seed: int) -> list[list[int]]:
     ]
 
 
-async def _complete(client: httpx.AsyncClient, prompt: list[int]) -> tuple[int, int]:
-    """Send a prompt; return the predicted and the reported reuse, in tokens."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    answer = await client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    details = answer.json()["usage"]["prompt_tokens_details"] or {}
-    return int(answer.headers["x-moongate-device-tokens"]), details.get("cached_tokens") or 0
-
-
 @pytest.mark.asyncio
 @pytest.mark.timeout(300)
 async def test_evicted_blocks_are_not_credited_and_the_index_equals_the_engine(
@@ -95,7 +64,7 @@ async def test_evicted_blocks_are_not_credited_and_the_index_equals_the_engine(
     holder = Holder(InstanceId("a"))
     async with live_gateway([small_engine.url]) as gateway:
         for prompt in prompts:
-            await _complete(gateway.client, prompt)
+            await complete(gateway.client, prompt, max_tokens=8)
         await asyncio.sleep(0.5)
         core = gateway.core
         removed = await gateway.metric("moongate_index_events_total", kind="removed")
@@ -105,7 +74,7 @@ async def test_evicted_blocks_are_not_credited_and_the_index_equals_the_engine(
         probes = [chance.choice(prompts) for _ in range(25)] + prompts[-25:]
         outcomes = []
         for probe in probes:
-            outcomes.append(await _complete(gateway.client, probe))
+            outcomes.append(await complete(gateway.client, probe, max_tokens=8))
             await asyncio.sleep(0.05)
         assert [predicted for predicted, _ in outcomes] == [cached for _, cached in outcomes]
         assert sum(cached > 0 for _, cached in outcomes) >= 5

@@ -18,7 +18,7 @@ import pytest
 from conversation import Conversation, ask
 from engine_metrics import counter
 from pool_processes import MooncakePool
-from processes import BLOCK_TOKENS, Child, EngineProcess, free_port, start_gateway
+from processes import BLOCK_TOKENS, Child, EngineProcess, free_port, running, start_gateway
 
 from moongate.engine_plugins.kv_transfer_launch import Handoff
 
@@ -55,32 +55,24 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     )
     decode = pool.engine(tiny_model, "d", role="decode", handoff=Handoff(), **ENGINE)
     alone = EngineProcess.make(tiny_model, directory, "alone", **ENGINE)
-    engines = (prefill, decode, alone)
-    try:
-        pool.start()
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_ready()
-        settings = {
-            "pool": pool.settings,
-            "instances": [
-                {
-                    "id": "p",
-                    "url": prefill.url,
-                    "role": "prefill",
-                    "bootstrap_url": f"http://127.0.0.1:{bootstrap}",
-                },
-                {"id": "d", "url": decode.url, "role": "decode"},
-            ],
-        }
+    settings = {
+        "pool": pool.settings,
+        "instances": [
+            {
+                "id": "p",
+                "url": prefill.url,
+                "role": "prefill",
+                "bootstrap_url": f"http://127.0.0.1:{bootstrap}",
+            },
+            {"id": "d", "url": decode.url, "role": "decode"},
+        ],
+    }
+    with pool, running(prefill, decode, alone):
         gateway = start_gateway(directory, settings)
-        yield Pair(prefill, decode, alone, pool, gateway)
-        gateway.stop()
-    finally:
-        for engine in engines:
-            engine.stop()
-        pool.stop()
+        try:
+            yield Pair(prefill, decode, alone, pool, gateway)
+        finally:
+            gateway.stop()
 
 
 def test_a_pair_answers_as_one_engine_alone(pair: Pair, tiny_model: Path) -> None:

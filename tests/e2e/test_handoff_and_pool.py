@@ -13,19 +13,12 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from processes import BLOCK_TOKENS, ENGINE_PYTHON, Child, EngineProcess, free_port
+from pool_processes import MIB, MooncakePool
+from processes import BLOCK_TOKENS, EngineProcess, free_port, running
 
-from moongate.engine_plugins.kv_transfer_launch import Handoff, PoolMember
-from moongate.engine_plugins.launch_command import LaunchCommand
-from moongate.engine_plugins.store_launch import (
-    MasterLaunch,
-    StoreLaunch,
-    build_master_command,
-    build_store_command,
-)
+from moongate.engine_plugins.kv_transfer_launch import Handoff
 
-MIB = 1024**2
-PROGRAMS = ENGINE_PYTHON.parent
+ENGINE: dict[str, Any] = {"max_model_len_tokens": 8192}
 
 
 class Pair(NamedTuple):
@@ -37,66 +30,19 @@ class Pair(NamedTuple):
     master_url: str
 
 
-def start(command: LaunchCommand, url: str, log: Path) -> Child:
-    return Child.start(command.argv, url, log, command.environment)
-
-
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     disk = folder / "disk"
     disk.mkdir()
-    port, metrics_port, bootstrap_port = free_port(), free_port(), free_port()
-    master_url = f"http://127.0.0.1:{metrics_port}"
-    master = start(
-        build_master_command(
-            MasterLaunch(str(PROGRAMS / "mooncake_master"), port, metrics_port, has_disks=True)
-        ),
-        master_url,
-        folder / "master.log",
+    pool = MooncakePool(folder, segment_bytes=256 * MIB, disk=disk)
+    bootstrap = free_port()
+    prefill = pool.engine(
+        tiny_model, "prefill", role="prefill", handoff=Handoff(bootstrap_port=bootstrap), **ENGINE
     )
-    started = [master]
-
-    def engine(name: str, handoff: Handoff, role: str) -> EngineProcess:
-        pool = PoolMember(
-            master=f"127.0.0.1:{port}",
-            config_file=str(folder / f"{name}.json"),
-            mode="standalone-store",
-            buffer_bytes=128 * MIB,
-            store_offloads=True,
-        )
-        return EngineProcess.make(
-            tiny_model, folder, name, role=role, handoff=handoff, pool=pool,
-            max_model_len_tokens=8192,
-        )  # fmt: skip
-
-    engines = (
-        engine("prefill", Handoff(bootstrap_port=bootstrap_port), "prefill"),
-        engine("decode", Handoff(), "decode"),
-    )
-    try:
-        master.wait_until("/health", 30.0)
-        store = StoreLaunch(
-            program=str(PROGRAMS / "mooncake_client"),
-            host="127.0.0.1",
-            port=free_port(),
-            master=f"127.0.0.1:{port}",
-            segment_bytes=256 * MIB,
-            disk_folder=str(disk),
-            disk_bytes=512 * MIB,
-            disk_buffer_bytes=64 * MIB,
-        )
-        started.append(start(build_store_command(store), master_url, folder / "store.log"))
-        for process in engines:
-            process.start()
-        for process in engines:
-            process.wait_ready()
-        yield Pair(*engines, f"http://127.0.0.1:{bootstrap_port}", master_url)
-    finally:
-        for process in engines:
-            process.stop()
-        for child in reversed(started):
-            child.stop()
+    decode = pool.engine(tiny_model, "decode", role="decode", handoff=Handoff(), **ENGINE)
+    with pool, running(prefill, decode):
+        yield Pair(prefill, decode, f"http://127.0.0.1:{bootstrap}", pool.url)
 
 
 def text() -> str:

@@ -13,12 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-import msgspec
 import pytest
-import zmq
+from engine_truth import COPIES, complete, replayed_events
 from live_gateway import LiveGateway, live_gateway, until
-from processes import BLOCK_TOKENS, EngineProcess
+from processes import BLOCK_TOKENS, EngineProcess, running
 
 from moongate.router import BlockSpace, Holder, InstanceId, Tier, Trust
 from moongate.router.blocks import hash_prompt, pack_tokens
@@ -46,38 +44,24 @@ def hybrid_engine(
         max_model_len_tokens=2048,
         extra_args=("--max-num-batched-tokens", "512"),
     )
-    engine.start()
-    try:
-        engine.wait_ready()
+    with running(engine):
         yield engine
-    finally:
-        engine.stop()
 
 
 def replayed(endpoint: str) -> tuple[dict[int, set[int]], dict[int, str]]:
     """Return each group's blocks by the engine's full replay, decoded independently, and its kind."""
     copies: Counter[tuple[int, int]] = Counter()
     kinds: dict[int, str] = {}
-    context = zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.connect(endpoint)
-    sock.send_multipart([b"", (0).to_bytes(8, "big")])
-    while sock.poll(10_000):
-        _, _, sequence, payload = sock.recv_multipart()
-        if sequence == b"\xff" * 8:
-            context.destroy(linger=0)
-            held: dict[int, set[int]] = {group: set() for group in kinds}
-            for (group, block), count in copies.items():
-                if count > 0:
-                    held[group].add(block)
-            return held, kinds
-        for event in msgspec.msgpack.decode(payload)[1]:
-            if event["type"] == "BlockStored":
-                kinds[event["group_idx"]] = event["kv_cache_spec_kind"]
-            step = {"BlockStored": 1, "BlockRemoved": -1}[event["type"]]
-            for block in event["block_hashes"]:
-                copies[event["group_idx"], block] += step
-    raise AssertionError("the replay did not end")
+    for event in replayed_events(endpoint):
+        if event["type"] == "BlockStored":
+            kinds[event["group_idx"]] = event["kv_cache_spec_kind"]
+        for block in event["block_hashes"]:
+            copies[event["group_idx"], block] += COPIES[event["type"]]
+    held: dict[int, set[int]] = {group: set() for group in kinds}
+    for (group, block), count in copies.items():
+        if count > 0:
+            held[group].add(block)
+    return held, kinds
 
 
 class Conversations:
@@ -107,15 +91,6 @@ class Conversations:
             prompt = self.tokens(300)
         self.prompts[number] = prompt
         return prompt
-
-
-async def complete(client: httpx.AsyncClient, prompt: list[int]) -> tuple[int, int]:
-    """Send a prompt; return the predicted and the reported reuse, in tokens."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    answer = await client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    details = answer.json()["usage"]["prompt_tokens_details"] or {}
-    return int(answer.headers["x-moongate-device-tokens"]), details.get("cached_tokens") or 0
 
 
 def ledger_of(gateway: LiveGateway) -> Ledger:
@@ -150,7 +125,7 @@ async def test_reuse_is_what_the_engine_finds_in_all_its_groups(
             prompt = conversations.next()
             full_blocks = full_attention_blocks(gateway, prompt, len(prompt) - 1)
             promised.append(full_blocks * BLOCK_TOKENS)
-            outcomes.append(await complete(gateway.client, prompt))
+            outcomes.append(await complete(gateway.client, prompt, max_tokens=4))
             await have_events(gateway, prompt)
         assert [predicted for predicted, _ in outcomes] == [cached for _, cached in outcomes]
         hits = [cached for _, cached in outcomes if cached]

@@ -17,7 +17,7 @@ import pytest
 from conversation import Conversation, Reply, ask
 from engine_metrics import counter
 from pool_processes import MIB, MooncakePool
-from processes import BLOCK_TOKENS, EngineProcess, Serve, states_of
+from processes import BLOCK_TOKENS, EngineProcess, Serve, running, states_of
 
 Pair = tuple[EngineProcess, EngineProcess]
 
@@ -29,25 +29,16 @@ CREDIT_S_MAX = 10.0
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
-    pool = MooncakePool(tmp_path_factory.mktemp("pool"))
-    pool.start()
-    yield pool
-    pool.stop()
+    with MooncakePool(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
 def pair(pool: MooncakePool, tiny_model: Path) -> Iterator[Pair]:
     """Return two engines that store into the pool."""
     engines = (pool.engine(tiny_model, "a", **ENGINE), pool.engine(tiny_model, "b", **ENGINE))
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_ready()
+    with running(*engines):
         yield engines
-    finally:
-        for engine in engines:
-            engine.stop()
 
 
 def pool_state(url: str) -> dict[str, Any]:

@@ -18,10 +18,8 @@ KEY = "m@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[MooncakePool]:
-    pool = MooncakePool(tmp_path, segment_bytes=64 * MIB)
-    pool.start()
-    yield pool
-    pool.stop()
+    with MooncakePool(tmp_path, segment_bytes=64 * MIB) as pool:
+        yield pool
 
 
 @pytest.mark.asyncio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from processes import ENGINE_PYTHON, Child, EngineProcess, free_port
@@ -23,10 +23,14 @@ BIN = ENGINE_PYTHON.parent
 
 @dataclass(slots=True)
 class MooncakePool:
-    """A master and a store process. The master can be killed and started again on its addresses."""
+    """A master and a store process, running inside `with`. `disk`: an existing folder of the store's.
+
+    The master can be killed and started again on its addresses.
+    """
 
     directory: Path
     segment_bytes: int = 1024 * MIB
+    disk: Path | None = None
     port: int = field(default_factory=free_port)
     http_port: int = field(default_factory=free_port)
     master: Child | None = None
@@ -49,9 +53,23 @@ class MooncakePool:
         self.start_master()
         self.start_store()
 
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start_master(self) -> None:
         program = str(BIN / "mooncake_master")
-        command = build_master_command(MasterLaunch(program, self.port, self.http_port))
+        has_disks = self.disk is not None
+        command = build_master_command(
+            MasterLaunch(program, self.port, self.http_port, has_disks=has_disks)
+        )
         argv = (*command.argv, "--metrics_host=127.0.0.1", "--rpc_address=127.0.0.1")
         # As Mooncake advises where puts find no space: with its own 0.9 they are tried again for ten
         # seconds in a full pool, and keep both cores of a small machine from anything else.
@@ -66,6 +84,9 @@ class MooncakePool:
             master=self.address,
             segment_bytes=self.segment_bytes,
             port=free_port(),
+            disk_folder=str(self.disk) if self.disk is not None else None,
+            disk_bytes=512 * MIB if self.disk is not None else None,
+            disk_buffer_bytes=64 * MIB,
         )
         command = build_store_command(launch)
         log = self.directory / "store.log"
@@ -78,6 +99,7 @@ class MooncakePool:
             config_file=str(self.directory / f"mooncake-{name}.json"),
             mode="standalone-store",
             buffer_bytes=128 * MIB,
+            store_offloads=self.disk is not None,
         )
 
     def engine(self, model: Path, name: str, **options: Any) -> EngineProcess:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,20 @@ class EngineProcess:
     def stop(self) -> None:
         if self.child is not None:
             self.child.stop()
+
+
+@contextlib.contextmanager
+def running(*engines: EngineProcess) -> Iterator[None]:
+    """Start engines side by side, wait until all are ready, and stop them in the end."""
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready()
+        yield
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 Serve = Callable[..., Child]
