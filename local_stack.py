@@ -272,7 +272,12 @@ class _VllmProcess:
         began = time.monotonic()
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command.argv, env=environment, stdout=log, stderr=log, start_new_session=True
+                *command.argv,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # not a session: docs/engines.md, "Several engines on one machine"
             )
         while not await self._answers():
             if self._process.returncode is not None:

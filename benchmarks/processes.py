@@ -42,7 +42,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                process_group=0,  # not a session: docs/engines.md, "Several engines on one machine"
             )
         return cls(process, log)
 

@@ -41,8 +41,11 @@ def supervise(argv: Sequence[str], environment: Mapping[str, str], announcer: An
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (*_FORWARDED, signal.SIGCHLD):
         signal.signal(number, lambda number, _frame: signals.put(number))
-    # In a session of its own, so that Ctrl-C reaches it through us only, and only once.
-    process = subprocess.Popen(argv, env={**os.environ, **environment}, start_new_session=True)  # noqa: S603
+    # In a process group of its own, so that Ctrl-C reaches it through us only, and only once. Not in a
+    # session of its own: docs/engines.md, "Several engines on one machine".
+    process = subprocess.Popen(  # noqa: S603
+        argv, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0
+    )
     announcer.start()
     try:
         while process.poll() is None:

@@ -71,9 +71,6 @@ class MooncakePool:
             MasterLaunch(program, self.port, self.http_port, has_disks=has_disks)
         )
         argv = (*command.argv, "--metrics_host=127.0.0.1", "--rpc_address=127.0.0.1")
-        # As Mooncake advises where puts find no space: with its own 0.9 they are tried again for ten
-        # seconds in a full pool, and keep both cores of a small machine from anything else.
-        argv = (*argv, "--eviction_high_watermark_ratio=0.75", "--eviction_ratio=0.1")
         self.master = Child.start(argv, self.url, self.directory / "master.log")
         self.master.wait_until("/health", 20.0)
 

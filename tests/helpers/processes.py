@@ -64,7 +64,7 @@ class Child:
                 stdout=out,
                 stderr=out,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # not a session: docs/engines.md, "Several engines on one machine"
                 env={**os.environ, **(environment or {})},
             )
         return cls(process, url, log)
