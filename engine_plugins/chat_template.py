@@ -95,6 +95,25 @@ class ChatTemplate:
         self.content_format = _find_content_format(environment.parse(source))
         self.knows_developer = '"developer"' in source or "'developer'" in source
 
+    @property
+    def wants_system_first(self) -> bool:
+        """Tell whether the engine takes the template to allow no system message but the first.
+
+        It tries in an environment without what transformers adds, so that some templates fail there
+        for other reasons. Source: vLLM 0.32 `entrypoints/anthropic/serving.py`.
+        """
+        bare = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        try:
+            bare.from_string(self.source).render(messages=messages, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        except _TEMPLATE_ERRORS:
+            return False  # the engine does not even start
+        return False
+
     def render(self, variables: dict[str, Any]) -> str:
         """Raises: TemplateRefused."""
         try:

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import orjson
@@ -37,6 +37,9 @@ SPECIAL_TOKEN_NAMES = (
 )  # fmt: skip
 BILLING_HEADER = "x-anthropic-billing-header"
 """First line of Claude Code's system prompt; changes with every request, so engines drop it."""
+
+THINKING_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""Those that a Messages request can ask for."""
 
 _RESERVED_KWARGS = frozenset({"chat_template", "tokenize", "tools", "messages", "return_dict"})
 _EXPONENT = re.compile(rb"\de\+?\d\d")
@@ -65,12 +68,19 @@ class ModelDirectoryError(ValueError):
     """A model directory lacks what rendering needs; the text says what and where."""
 
 
+class TemplateManners(NamedTuple):
+    """What the engine finds out of a model's templates, to make chats of Messages requests."""
+
+    merges_system: bool  # all system messages into one, at the start
+    disabled_thinking_effort: str  # asked of the template where a request wants no thinking
+
+
 class ModelRenderer:
     """Renders and tokenises for one model. Thread-safe.
 
     `boundaries`: where a text can be cut so that its pieces encode alone. `frame`: the ids that come
     before and after a text that gets special tokens, None where they depend on the text.
-    `tells_time`: some template renders the date, so two renderings may differ.
+    `tells_time`: some template renders the date, so two renderings may differ. `manners`: of the templates.
     """
 
     def __init__(
@@ -88,6 +98,30 @@ class ModelRenderer:
         )
         self.frame = _find_frame(tokenizer)
         self.tells_time = any("strftime_now" in source for source in sources)
+        self.manners = self._find_manners()
+
+    def _find_manners(self) -> TemplateManners:
+        templates = self._templates.values()
+        return TemplateManners(
+            merges_system=not templates or any(t.wants_system_first for t in templates),
+            disabled_thinking_effort="none" if self._takes_effort_none() else "low",
+        )
+
+    def _takes_effort_none(self) -> bool:
+        """Tell whether the template renders an effort of `none` otherwise than any effort to think.
+
+        Source: vLLM 0.32 `entrypoints/anthropic/serving.py` `_probe_disabled_thinking_effort`.
+        """
+
+        def render(effort: str) -> str | None:
+            body = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
+            try:
+                return self.chat_text(body)
+            except RenderError:
+                return None
+
+        none = render("none")
+        return none is not None and none not in map(render, THINKING_EFFORTS)
 
     @classmethod
     def load(cls, directory: Path) -> ModelRenderer:

@@ -55,7 +55,7 @@ from moongate.gateway.relaying import (
     relay_events,
     wrap_text_error,
 )
-from moongate.gateway.routes import PromptKind
+from moongate.gateway.routes import WITH_CHOICES
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
 from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked
@@ -250,7 +250,7 @@ class _Exchange:
         is_allowed = self._path.settings.limits.allow_kv_transfer_params
         if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
-        has_usage = self._route.kind is not PromptKind.NONE and body.is_stream
+        has_usage = self._route.kind in WITH_CHOICES and body.is_stream
         asks_always = self._path.settings.observability.stream_usage == "always"
         if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.top):
             self._drops_usage = True
@@ -599,7 +599,13 @@ class _Exchange:
         self._break_off(answer.status, forward, relayed.error)
         if kind is AnswerKind.EVENTS:
             message = f"the engine broke its answer off: {_describe(relayed.error)}"
-            client.finish(stream_error_events(message, "engine_disconnected"))
+            seen = relayed.usage.tail()
+            family = self._route.family
+            client.finish(
+                stream_error_events(
+                    message, "engine_disconnected", family, first=opened.first, last=seen
+                )
+            )
         else:
             # The connection is closed before the body's end, which is how a client learns that what
             # it has is not all.
@@ -614,7 +620,7 @@ class _Exchange:
 
     async def _relay_text_error(self, opened: Opened, forward: Forward) -> None:
         answer = opened.answer
-        body = await wrap_text_error(opened)
+        body = await wrap_text_error(opened, self._route.family)
         ours = {
             **self._our_headers(forward),
             "content-type": "application/json",
@@ -629,7 +635,7 @@ class _Exchange:
         self._count(error.status)
         if error.code in SHED_CODES:
             self._path.metrics.rejected.add(1, error.code)
-        body = error.body()
+        body = error.body(self._route.family)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),

@@ -17,7 +17,7 @@ import msgspec
 import orjson
 
 from moongate.gateway.body import Body
-from moongate.gateway.routes import PromptKind, Route
+from moongate.gateway.routes import WITH_CHOICES, PromptKind, Route
 
 LEFT_OUT = frozenset(
     {
@@ -60,7 +60,7 @@ def may_hand_over(route: Route, body: Body) -> bool:
     Several answers would each fetch the blocks of one prefill, which are kept for one.
     """
     top = body.top
-    if route.kind is PromptKind.NONE or body.is_lenient or top.get("kv_transfer_params"):
+    if route.kind not in WITH_CHOICES or body.is_lenient or top.get("kv_transfer_params"):
         return False
     if any(top.get(name) not in (None, 1) for name in ("n", "best_of")):
         return False
@@ -79,7 +79,7 @@ def _has_one_prompt(body: Body) -> bool:
 def stays_whole(route: Route, body: Body) -> bool:
     """Tell whether a request wants something of its prompt that a decode instance doesn't have."""
     top = body.top
-    if route.kind is PromptKind.NONE:
+    if route.kind not in WITH_CHOICES:
         return False
     return top.get("prompt_logprobs") is not None or bool(top.get("echo"))
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, PromptRefused, PromptUnsupported
 from moongate.gateway.engine_api import FACTS_S, EngineApi, EngineCallFailed
-from moongate.gateway.routes import PromptKind, Route
 
 
 class PromptForm(Enum):
@@ -107,11 +106,11 @@ def _gives(renderer: ModelRenderer, body: Mapping[str, Any], theirs: list[int]) 
         return False
 
 
-def form_of(route: Route, fields: Mapping[str, Any]) -> PromptForm:
-    """Return the form of a body's prompt."""
-    if route.kind is PromptKind.COMPLETION:
+def form_of(fields: Mapping[str, Any]) -> PromptForm:
+    """Return the form of a prompt, by the fields of its chat or completion."""
+    messages = fields.get("messages")
+    if messages is None:
         return PromptForm.COMPLETION
-    messages = fields["messages"]
     if fields.get("tools") or not all(map(_is_plain, messages)):
         return PromptForm.RICH
     has_results = any(message.get("role") == "tool" for message in messages)

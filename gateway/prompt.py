@@ -279,12 +279,14 @@ class PromptPipeline:
                 return self._read_given_ids(route, body)
             if self._mode == "off":
                 return ReadPrompt(_text_prompt(read_text(route, body), body))
-            form = form_of(route, body.fields)
+            manners = known.loaded.manners if known.loaded is not None else None
+            fields = prompt_fields(route, body.fields, manners)
+            form = form_of(fields)
             renderer = known.renderer_for(form)
             if renderer is not None:
-                return await self._read_here(route, body, renderer, form)
+                return await self._read_here(route, body, fields, renderer, form)
             if known.has_remote:
-                return await self._read_remotely(route, body)
+                return await self._read_remotely(body, fields)
             reason = "no_tokenizer"
         except TimeoutError:
             reason = "budget"
@@ -300,13 +302,17 @@ class PromptPipeline:
         """Raises: PromptRefused, PromptUnsupported."""
         if body.fields.get("truncate_prompt_tokens") is not None:
             raise PromptUnsupported("truncation")
-        return self._prompt_of(given_ids(prompt_fields(route, body.fields)["prompt"]), body)
+        return self._prompt_of(given_ids(prompt_fields(route, body.fields, None)["prompt"]), body)
 
     async def _read_here(
-        self, route: Route, body: Body, renderer: ModelRenderer, form: PromptForm
+        self,
+        route: Route,
+        body: Body,
+        fields: Mapping[str, Any],
+        renderer: ModelRenderer,
+        form: PromptForm,
     ) -> ReadPrompt:
         """Raises: PromptRefused, PromptUnsupported."""
-        fields = prompt_fields(route, body.fields)
         size, reason, salt = len(body.raw), "budget", read_salt(body)
         try:
             text, special = await self._render(renderer, fields, size)
@@ -314,7 +320,7 @@ class PromptPipeline:
                 renderer, text, add_special_tokens=special, salt=salt
             )
         except PromptUnsupported as error:
-            tagged = with_tags(route, fields)
+            tagged = with_tags(fields)
             if tagged is None:
                 raise
             reason = error.reason
@@ -350,10 +356,9 @@ class PromptPipeline:
             return await self._tokenizing.in_thread(renderer.chat_text, fields), special
         return renderer.chat_text(fields), special
 
-    async def _read_remotely(self, route: Route, body: Body) -> ReadPrompt:
+    async def _read_remotely(self, body: Body, fields: Mapping[str, Any]) -> ReadPrompt:
         """Raises: TimeoutError, PromptRefused, PromptUnsupported, EngineCallFailed."""
         assert body.model is not None
-        fields = prompt_fields(route, body.fields)
         async with asyncio.timeout(self._budget_s):
             ids = await self._ask_engine(body.model, fields)
         return self._prompt_of(ids, body)

@@ -8,27 +8,52 @@ from typing import Any
 
 import orjson
 
+from moongate.engine_plugins.vllm_messages import messages_as_chat
 from moongate.engine_plugins.vllm_render import (
     PromptRefused,
     PromptUnsupported,
+    TemplateManners,
     is_text_part,
 )
+from moongate.engine_plugins.vllm_responses import responses_as_chat
 from moongate.gateway.body import Body
-from moongate.gateway.routes import PromptKind, Route
+from moongate.gateway.routes import WITH_CHOICES, PromptKind, Route
 from moongate.router.blocks import hash_text
 from moongate.router.model import BlockHash
+
+_TEXT_FIELDS = {
+    PromptKind.CHAT: ("tools", "chat_template_kwargs", "messages"),
+    PromptKind.COMPLETION: ("prompt",),
+    PromptKind.RESPONSES: ("tools", "instructions", "previous_response_id", "input"),
+    PromptKind.MESSAGES: ("tools", "system", "messages"),
+}
+"""What of a body has its prompt's text, in the order that templates mostly put it."""
 
 TEXT_BYTES_MAX = 1 << 18
 """Of a prompt that is known by its text only: about 1,000 chunks, which take a ms."""
 
 
-def prompt_fields(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields with one prompt. A completion of several is routed by its first.
+def prompt_fields(
+    route: Route, fields: Mapping[str, Any], manners: TemplateManners | None
+) -> Mapping[str, Any]:
+    """Return the fields of the chat or completion that has a body's prompt.
 
-    Raises: PromptUnsupported.
+    A completion of several is routed by its first. `manners`: of the model's templates, where known.
+    Raises: PromptRefused, PromptUnsupported.
     """
-    if route.kind is PromptKind.CHAT:
-        return {name: value for name, value in fields.items() if name != "prompt"}
+    match route.kind:
+        case PromptKind.RESPONSES:
+            return responses_as_chat(fields)
+        case PromptKind.MESSAGES:
+            return messages_as_chat(fields, manners)
+        case PromptKind.CHAT:
+            return {name: value for name, value in fields.items() if name != "prompt"}
+        case _:
+            return _completion_fields(fields)
+
+
+def _completion_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises: PromptUnsupported."""
     prompt = fields.get("prompt")
     if fields.get("suffix") is not None or prompt is None:
         raise PromptUnsupported("prompt_form")
@@ -45,15 +70,15 @@ NO_TEXT_TAG = "MOONGATE_NO_TEXT_TAG"
 """Stands for content that can't be rendered here. Where a text has it by chance less is known."""
 
 
-def with_tags(route: Route, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def with_tags(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a chat's fields with a tag as the content of each message that has more than text.
 
     None: none has, or the first has already. The prompt made of it begins as the whole prompt does,
     up to the first tag. The messages that follow stay: templates render the earlier by the later.
     """
-    if route.kind is not PromptKind.CHAT:
+    messages = fields.get("messages")
+    if messages is None:
         return None
-    messages = fields["messages"]
     count = next((n for n, message in enumerate(messages) if not is_text_only(message)), 0)
     if count == 0:
         return None
@@ -102,6 +127,8 @@ def skips_cache(route: Route, fields: Mapping[str, Any]) -> bool:
     Source: vLLM 0.32 `KVCacheManager.prefix_cache_lookup_enabled`, and `to_sampling_params` of both
     requests: logits of the prompt are wanted.
     """
+    if route.kind not in WITH_CHOICES:
+        return False
     # An echoed chat has the logits of its prompt by default, an echoed completion if asked for.
     is_chat = route.kind is PromptKind.CHAT
     logprobs = fields.get("top_logprobs", 0) if is_chat else fields.get("logprobs")
@@ -120,12 +147,7 @@ def read_text(route: Route, body: Body) -> bytes:
     Up to `TEXT_BYTES_MAX`: where somebody begins alike for so long, it is the same conversation, and
     images are megabytes.
     """
-    names = (
-        ("prompt",)
-        if route.kind is PromptKind.COMPLETION
-        else ("tools", "chat_template_kwargs", "messages")
-    )
-    parts = (body.fields.get(name) for name in names)
+    parts = (body.fields.get(name) for name in _TEXT_FIELDS[route.kind])
     text = bytearray()
     try:
         for piece in itertools.chain.from_iterable(_dump(p) for p in parts if p is not None):

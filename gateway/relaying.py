@@ -16,6 +16,7 @@ from typing import NamedTuple
 from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.errors import error_body
 from moongate.gateway.handing_over import Opened
+from moongate.gateway.routes import ApiFamily
 from moongate.gateway.sse import EventSplitter, ends_stream
 from moongate.gateway.stream_usage import without_usage_events
 from moongate.gateway.transfer_params import TransferParamsFilter, tells_nothing, without_params
@@ -131,7 +132,7 @@ def _event_taker(
     return take
 
 
-async def wrap_text_error(opened: Opened) -> bytes:
+async def wrap_text_error(opened: Opened, family: ApiFamily) -> bytes:
     """Return a plain-text error as an error object."""
     answer, text = opened.answer, opened.first
     try:
@@ -140,4 +141,5 @@ async def wrap_text_error(opened: Opened) -> bytes:
     except UpstreamError as error:
         logger.info("an error's text broke off: %s", error)
     message = text[:ERROR_TEXT_BYTES_MAX].decode("utf-8", "replace").strip()
-    return error_body(message or "the engine gave no reason", answer.status, None)
+    message = message or "the engine gave no reason"
+    return error_body(message, answer.status, None, family=family)

@@ -14,7 +14,21 @@ class PromptKind(Enum):
 
     CHAT = "messages"
     COMPLETION = "prompt"
+    RESPONSES = "input"
+    MESSAGES = "blocks"  # messages too, but Anthropic's
     NONE = "none"  # by session key and load
+
+
+class ApiFamily(Enum):
+    """How a route's clients expect to be told of errors."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"  # the same, but for how a stream ends
+    ANTHROPIC = "anthropic"
+
+
+WITH_CHOICES = frozenset({PromptKind.CHAT, PromptKind.COMPLETION})
+"""Of requests for one or several answers, with the options of OpenAI's older two routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,7 @@ class Route:
     generates: bool = (
         False  # a text, about which an engine's KV connector may have something to say
     )
+    family: ApiFamily = ApiFamily.OPENAI
 
 
 PROXIED: dict[str, Route] = {
@@ -37,9 +52,9 @@ PROXIED: dict[str, Route] = {
         Route("/v1/embeddings"),
         Route("/v1/rerank"),
         Route("/v1/score"),
-        Route("/v1/responses", generates=True),
-        Route("/v1/messages", generates=True),
-        Route("/v1/messages/count_tokens"),
+        Route("/v1/responses", PromptKind.RESPONSES, generates=True, family=ApiFamily.RESPONSES),
+        Route("/v1/messages", PromptKind.MESSAGES, generates=True, family=ApiFamily.ANTHROPIC),
+        Route("/v1/messages/count_tokens", family=ApiFamily.ANTHROPIC),
         Route("/tokenize", needs_model=False),
         Route("/detokenize", needs_model=False),
     )

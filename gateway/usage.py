@@ -16,11 +16,12 @@ TAIL_BYTES = 4096
 GATHERED_BYTES_MAX = 16 * TAIL_BYTES
 """Pieces are gathered up to this before they are cut to the tail: most answers never come to it."""
 
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
 _POOL = re.compile(rb'"moongate"\s*:\s*\{[^{}]*"pool_tokens"\s*:\s*(\d+)')
 """As `MoongateStoreConnector` reports in whole answers."""
 
-_COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
+_COMPLETION = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+"""By its names in chats and completions, and in responses and messages."""
 
 
 class UsageReader:
@@ -34,10 +35,11 @@ class UsageReader:
         self._pieces.append(chunk)
         self._size += len(chunk)
         if self._size > GATHERED_BYTES_MAX:
-            self._pieces = [self._tail()]
+            self._pieces = [self.tail()]
             self._size = len(self._pieces[0])
 
-    def _tail(self) -> bytes:
+    def tail(self) -> bytes:
+        """Return the last bytes that passed."""
         return b"".join(self._pieces)[-TAIL_BYTES:]
 
     def cached_tokens(self) -> int | None:
@@ -53,5 +55,5 @@ class UsageReader:
         return self._find(_COMPLETION)
 
     def _find(self, pattern: re.Pattern[bytes]) -> int | None:
-        found = pattern.findall(self._tail())
+        found = pattern.findall(self.tail())
         return int(found[-1]) if found else None

@@ -24,6 +24,7 @@ SHARED_ENGINE: dict[str, Any] = {
     "max_model_len_tokens": 16_384,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
+    "extra_args": ("--enable-scale-out",),  # serves the render routes
 }
 
 

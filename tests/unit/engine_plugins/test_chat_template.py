@@ -169,6 +169,25 @@ def test_a_compiled_template_can_be_used_again(style: str) -> None:
     assert "hi" in first
 
 
+# --- manners -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "wants"),
+    [
+        (CHATML, False),
+        (QWEN, True),
+        ("{% if messages[2].role == 'system' %}{{ raise_exception('no') }}{% endif %}", True),
+        ("{{ strftime_now('%Y') }}", True),  # not that it minds: it fails where the engine tries it
+        ("{% generation %}{% endgeneration %}", True),
+        ("{{ bos_token }}", False),
+        ("{{ messages + 1 }}", False),
+    ],
+)
+def test_the_engine_tries_whether_system_messages_may_come_later(source: str, wants: bool) -> None:
+    assert ChatTemplate(source).wants_system_first is wants
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

@@ -714,3 +714,26 @@ def test_a_number_that_the_gateways_parser_rounds_is_left_to_the_engine(
     else:
         with pytest.raises(PromptUnsupported, match="huge_number"):
             renderer.chat_text(fields)
+
+
+# --- manners -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "effort"),
+    [
+        ("{{ messages[0].content }}", "low"),  # `none` is like any other
+        ("{{ 'think' if enable_thinking else 'answer' }}", "none"),
+        ("{{ reasoning_effort }}", "none"),
+        ("{% if reasoning_effort == 'none' %}{{ raise_exception('no') }}{% endif %}", "low"),
+    ],
+)
+def test_no_thinking_is_asked_for_in_the_way_the_template_knows(source: str, effort: str) -> None:
+    assert renderer(source).manners.disabled_thinking_effort == effort
+
+
+@pytest.mark.parametrize(("source", "merges"), [(CHATML, False), (QWEN, True)])
+def test_system_messages_are_merged_where_they_may_only_come_first(
+    source: str, merges: bool
+) -> None:
+    assert renderer(source).manners.merges_system is merges

@@ -537,6 +537,91 @@ def test_what_the_engine_does_not_tell_is_known_by_text(
     run(story)
 
 
+RESPONSES, ANTHROPIC = PROXIED["/v1/responses"], PROXIED["/v1/messages"]
+
+
+def test_a_message_is_known_as_the_chat_that_it_becomes() -> None:
+    async def story() -> None:
+        blocks = [{"type": "text", "text": "hello world"}]
+        fields = {"system": "be", "messages": [{"role": "user", "content": blocks}]}
+        chat = {"messages": [{"role": "system", "content": "be"}, *MESSAGES]}
+        check_exact(await read_locally(fields, ANTHROPIC), RENDERER.chat_token_ids(chat))
+
+    run(story)
+
+
+def test_a_response_is_known_as_the_chat_that_it_becomes() -> None:
+    async def story() -> None:
+        fields = {"instructions": "be", "input": "hello world"}
+        chat = {"messages": [{"role": "system", "content": "be"}, *MESSAGES]}
+        ids = RENDERER.chat_token_ids({**chat, "add_special_tokens": True})
+        check_exact(await read_locally(fields, RESPONSES), ids)
+
+    run(story)
+
+
+def test_the_engine_is_asked_for_the_chat_that_a_response_becomes() -> None:
+    async def story() -> None:
+        engine = Engine(lambda _: tokens([5, 6, 7, 8]))
+        read_ = await read_remotely(engine, {"input": "hello world"}, RESPONSES)
+        assert read_ == exact([5, 6, 7, 8])
+        assert engine.asked == [
+            {
+                "model": "m",
+                "messages": MESSAGES,
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "add_special_tokens": True,
+            }
+        ]
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "text", "reason"),
+    [
+        (
+            RESPONSES,
+            {"input": "x", "previous_response_id": "resp_1", "instructions": "be"},
+            b'"be""resp_1""x"',
+            "previous_response",
+        ),
+        (RESPONSES, {"input": [3]}, b"[3]", "refused"),
+        (RESPONSES, {}, b"", "refused"),
+        (
+            ANTHROPIC,
+            {"system": "s", "tools": [], "messages": MESSAGES},
+            b'[]"s"[{"role":"user","content":"hello world"}]',
+            "no_tools",
+        ),
+    ],
+)
+def test_a_response_or_message_that_only_the_engine_can_read_is_known_by_text(
+    route: Any, fields: Mapping[str, Any], text: bytes, reason: str
+) -> None:
+    async def story() -> None:
+        assert await read_locally(fields, route) == by_text(text, reason)
+
+    run(story)
+
+
+def test_a_message_with_an_image_is_known_by_what_is_before_it() -> None:
+    async def story() -> None:
+        image = {"type": "image", "source": {"type": "base64", "data": "x"}}
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": [image]},
+        ]
+        read_ = await read_locally({"messages": messages}, ANTHROPIC)
+        assert read_.fallback == "multimodal"
+        whole = RENDERER.chat_token_ids({"messages": messages[:2]})
+        assert known_part(read_, whole) > 0
+
+    run(story)
+
+
 def test_without_an_engine_to_ask_a_prompt_is_known_by_text() -> None:
     async def story() -> None:
         async with a_pipeline(mode="remote", remote=None) as pipeline:
