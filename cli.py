@@ -182,7 +182,10 @@ def _up(options: argparse.Namespace) -> int:
 def _add_explain(commands: Commands) -> None:  # type: ignore[type-arg]
     parser = commands.add_parser("explain", help="why a request would go where, without sending it")
     parser.add_argument(
-        "-f", "--file", type=Path, required=True, help="request body (JSON): chat or completion"
+        "-f", "--file", type=Path, required=True, help="request body (JSON), of any route"
+    )
+    parser.add_argument(
+        "--route", help="the route that it is for, such as /v1/messages (default: by its fields)"
     )
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="gateway (default: http://127.0.0.1:8000)"
@@ -210,7 +213,7 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         answer = httpx.post(
             f"{options.url}/admin/explain", content=body, timeout=30.0, trust_env=False,
-            headers=headers,
+            headers=headers, params={"route": options.route} if options.route else None,
         )  # fmt: skip
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return _fail(f"{options.url}: {error}")

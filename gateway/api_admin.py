@@ -14,24 +14,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from moongate.gateway.admin_guard import AdminGuard, read_body
+from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
-from moongate.gateway.body import find_session_key, find_user, parse_body
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
-from moongate.gateway.headers import read_headers
-from moongate.gateway.legs import may_hand_over, stays_whole
 from moongate.gateway.metrics import UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
-from moongate.gateway.pooling import Pooling, PromptTokens
-from moongate.gateway.prompt import PromptPipeline
-from moongate.gateway.prompt_fields import read_salt
-from moongate.gateway.receipt import decision_as_json
+from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
-from moongate.gateway.routes import PROXIED, Route
 from moongate.gateway.settings import Settings
-from moongate.router import Request as RouterRequest
-from moongate.router import RequestId, Role, Tier
+from moongate.router import Role, Tier
 from moongate.router.fleet import InstanceState
 
 
@@ -46,7 +38,6 @@ def make_admin_app(
     settings: Settings,
     driver: Driver,
     monitor: Monitor,
-    prompts: PromptPipeline,
     metrics: Metrics,
     readiness: Readiness,
     roster: Roster,
@@ -104,11 +95,6 @@ def make_admin_app(
         """Blocks held, and the state of each event source."""
         pool = {"pool": pooling.as_json()} if pooling is not None else {}
         return {**_index_as_json(driver, monitor), **pool}
-
-    @app.post("/admin/explain")
-    async def explain(request: Request) -> JSONResponse:
-        """Dry run: where a request body would go now, with every candidate and cost term."""
-        return JSONResponse(await _explain(request, settings, driver, prompts, pooling))
 
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
@@ -225,41 +211,3 @@ def _index_as_json(driver: Driver, monitor: Monitor) -> dict[str, Any]:
         )
     predicted = {str(h): core.index.predicted_count(h) for h in core.index.holders}
     return {"blocks": core.index.total, "predicted_blocks": predicted, "sources": sources}
-
-
-async def _explain(
-    request: Request,
-    settings: Settings,
-    driver: Driver,
-    prompts: PromptPipeline,
-    pooling: Pooling | None,
-) -> dict[str, Any]:
-    raw = await read_body(request, settings.limits.body_bytes_max)
-    body = parse_body(raw, Route("/admin/explain", needs_model=True))
-    path = "/v1/chat/completions" if "messages" in body.fields else "/v1/completions"
-    route = PROXIED[path]
-    body = parse_body(raw, route)
-    assert body.model is not None
-    if body.model not in driver.core.fleet.model_cards():
-        raise GatewayError(404, "the model does not exist", "model_not_found", "model")
-    read = await prompts.read(route, body)
-    headers = read_headers(request.scope["headers"])
-    hands_over = driver.core.fleet.has_prefill(body.model)
-    asked = RouterRequest(
-        id=RequestId("explain"),
-        model=body.model,
-        prompt=read.prompt,
-        is_prompt_missing=read.fallback is not None,
-        session_key=find_session_key(headers, body, settings.session.header),
-        tie_key=find_user(body),
-        may_hand_over=hands_over and may_hand_over(route, body),
-        stays_whole=hands_over and stays_whole(route, body),
-    )
-    if pooling is not None and read.prompt is not None:
-        card = driver.core.fleet.model_cards()[body.model]
-        known = PromptTokens(read.prompt, read.tokens, read_salt(body), card)
-        asked = await pooling.enrich(asked, known)
-    decision = driver.core.explain(asked, driver.clock())
-    if decision is None:
-        raise GatewayError(503, "no instance can take the request now", "no_instance")
-    return {**decision_as_json(decision), "fallback": read.fallback}

@@ -11,7 +11,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
+from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
@@ -23,6 +25,8 @@ from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.response_store import ResponseStore
+from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
@@ -106,17 +110,22 @@ class Gateway:
         metrics.watch(self._monitor, self._pooling)
         if self.core.seeder is not None:
             self._seeding = Seeding(driver, self._links, metrics.seedings)
+        stored = settings.responses
+        turns = ResponseTurns(ResponseStore(stored.ttl_s, stored.bytes_max), self._clock)
         self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, self._pooling, self._seeding
+            settings, driver, self._links, prompts, metrics, turns, self._pooling, self._seeding
         )
         self._roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
         self._admin = make_admin_app(
-            settings, driver, self._monitor, prompts, metrics, self.readiness, self._roster,
-            self._pooling,
+            settings, driver, self._monitor, metrics, self.readiness, self._roster, self._pooling,
         )  # fmt: skip
         self._admin.include_router(make_instance_routes(self._roster))
+        self._admin.include_router(make_response_routes(turns))
+        self._admin.include_router(
+            make_explain_route(settings, driver, prompts, turns, self._pooling)
+        )
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()

@@ -55,10 +55,15 @@ from moongate.gateway.relaying import (
     relay_events,
     wrap_text_error,
 )
-from moongate.gateway.routes import WITH_CHOICES
+from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
+from moongate.gateway.routes import WITH_CHOICES, PromptKind
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
-from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked
+from moongate.gateway.stream_usage import (
+    asks_for_usage,
+    with_usage_asked,
+    without_usage_events,
+)
 from moongate.gateway.upstream import (
     Answer,
     NoConnection,
@@ -120,9 +125,11 @@ class HotPath:
         links: Links,
         prompts: PromptPipeline,
         metrics: Metrics,
+        turns: ResponseTurns,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
     ) -> None:
+        self.turns = turns
         self.pooling = pooling
         self.seeding = seeding
         self.settings = settings
@@ -195,6 +202,7 @@ class _Exchange:
         self._known: PromptTokens | None = None  # for the pool, where there is one
         self._body: Body | None = None  # as engines may get it
         self._read = NOT_READ
+        self._turn: ResponseTurn | None = None  # whose answer is read in passing
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
 
@@ -204,7 +212,7 @@ class _Exchange:
         """Parse, route, relay. A cancellation means that the client has left."""
         try:
             self._check_method()
-            body = self._body = self._parse(self._client.take_body())
+            body = self._body = self._begin_turn(self._parse(self._client.take_body()))
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
@@ -256,6 +264,14 @@ class _Exchange:
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
+
+    def _begin_turn(self, body: Body) -> Body:
+        """Return the body with all that it continues. Raises: GatewayError (404)."""
+        if self._route.kind is not PromptKind.RESPONSES:
+            return body
+        turn = self._path.turns.begin(body, self._route)
+        self._turn = None if turn.is_plain else turn
+        return turn.body
 
     async def _read_request(self, body: Body) -> Request:
         """Return the request as routing sees it. Raises: GatewayError."""
@@ -418,6 +434,7 @@ class _Exchange:
         raw = body.raw
         if is_one_token:
             raw = one_token_body(raw)
+        if is_one_token or self._turn is not None:
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]
         pieces = with_params(raw, self._ids_for(body, link), params)
@@ -580,16 +597,21 @@ class _Exchange:
             await self._relay_text_error(opened, forward)
             return
         headers = response_headers(answer.raw_headers, self._our_headers(forward))
-        if kind is AnswerKind.EVENTS:
-            # They may become more or fewer on the way.
+        turn = self._turn if answer.status == 200 else None
+        if kind is AnswerKind.EVENTS or turn is not None:
+            # There may become more or less of it on the way.
             headers = [header for header in headers if header[0] != b"content-length"]
         client.start(answer.status, headers)
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
             if kind is AnswerKind.EVENTS:
-                relayed = await relay_events(opened, client, drops_usage=self._drops_usage)
+                drop = without_usage_events if self._drops_usage else None
+                edit = turn.take_events if turn is not None else drop
+                relayed = await relay_events(opened, client, edit=edit)
             else:
-                relayed = await relay_body(opened, client, hides_params=self._hides_params(answer))
+                whole = turn.take_whole if turn is not None else None
+                hides = self._hides_params(answer)
+                relayed = await relay_body(opened, client, hides_params=hides, edit=whole)
         finally:
             client.on_pause = client.on_resume = None
         if relayed.error is None:

@@ -18,7 +18,6 @@ from moongate.gateway.errors import error_body
 from moongate.gateway.handing_over import Opened
 from moongate.gateway.routes import ApiFamily
 from moongate.gateway.sse import EventSplitter, ends_stream
-from moongate.gateway.stream_usage import without_usage_events
 from moongate.gateway.transfer_params import TransferParamsFilter, tells_nothing, without_params
 from moongate.gateway.upstream import Answer, UpstreamError
 from moongate.gateway.usage import UsageReader
@@ -61,9 +60,17 @@ def kind_of(answer: Answer) -> AnswerKind:
     return AnswerKind.TEXT_ERROR if is_text_error else AnswerKind.WHOLE
 
 
-async def relay_body(opened: Opened, client: ClientRequest, *, hides_params: bool) -> Relayed:
-    """Pass a body on. `hides_params`: without what it says to KV connectors."""
+Edit = Callable[[bytes], bytes]
+"""What becomes of whole events, or of a whole body, on their way."""
+
+
+async def relay_body(
+    opened: Opened, client: ClientRequest, *, hides_params: bool, edit: Edit | None = None
+) -> Relayed:
+    """Pass a body on. `hides_params`: without what it says to KV connectors. `edit`: as a whole."""
     answer, last, usage = opened.answer, opened.first, UsageReader()
+    if edit is not None:
+        return await _relay_edited(opened, edit, hides_params=hides_params)
     if answer.is_complete:
         last += await answer.read()  # what came with its end
         usage.feed(last)  # with what is for our eyes only
@@ -90,12 +97,29 @@ async def relay_body(opened: Opened, client: ClientRequest, *, hides_params: boo
     return Relayed(usage, last)
 
 
-async def relay_events(opened: Opened, client: ClientRequest, *, drops_usage: bool) -> Relayed:
-    """Pass whole events on as they come. `drops_usage`: without those that only tell the usage."""
+async def _relay_edited(opened: Opened, edit: Edit, *, hides_params: bool) -> Relayed:
+    """Gather a body and return it changed: no more of it can be sent before its end is there."""
+    usage, pieces = UsageReader(), [opened.first]
+    try:
+        while piece := await opened.answer.read():
+            pieces.append(piece)
+    except UpstreamError as error:
+        return Relayed(usage, b"".join(pieces), error)
+    body = b"".join(pieces)
+    usage.feed(body)
+    if hides_params and not tells_nothing(body):
+        body = without_params(body)
+    return Relayed(usage, edit(body))
+
+
+async def relay_events(
+    opened: Opened, client: ClientRequest, *, edit: Edit | None = None
+) -> Relayed:
+    """Pass whole events on as they come. `edit`: what is done to them."""
     answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
     try:
         async with asyncio.timeout(None) as limit:
-            take = _event_taker(client, splitter, usage, limit, drops_usage=drops_usage)
+            take = _event_taker(client, splitter, usage, limit, edit)
             take(opened.first)
             await answer.relay(take)
     except TimeoutError:
@@ -111,8 +135,7 @@ def _event_taker(
     splitter: EventSplitter,
     usage: UsageReader,
     limit: asyncio.Timeout,
-    *,
-    drops_usage: bool,
+    edit: Edit | None,
 ) -> Callable[[bytes], None]:
     """Return what is done with each piece of a stream, as it comes."""
     loop = asyncio.get_running_loop()
@@ -124,8 +147,8 @@ def _event_taker(
         usage.feed(events)
         if limit.when() is None and ends_stream(events):
             limit.reschedule(loop.time() + END_OF_STREAM_S)
-        if drops_usage:
-            events = without_usage_events(events)
+        if edit is not None:
+            events = edit(events)
         if events:
             client.write(events)
 

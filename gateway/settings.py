@@ -368,6 +368,13 @@ class SessionSettings(_Section):
     header: HeaderName | None = None
 
 
+class ResponsesSettings(_Section):
+    """How long responses are kept, for `previous_response_id` and for being told again."""
+
+    ttl_s: Seconds = 86_400.0  # after its last use
+    bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # of all; 0: none is kept
+
+
 class HealthSettings(_Section):
     """How instances are checked."""
 
@@ -401,6 +408,7 @@ class Settings(_Section):
     pool: PoolSettings = PoolSettings()
     auth: AuthSettings = AuthSettings()
     session: SessionSettings = SessionSettings()
+    responses: ResponsesSettings = ResponsesSettings()
     health: HealthSettings = HealthSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()

@@ -1,0 +1,37 @@
+"""`/v1/responses/{id}`: stored responses, told and forgotten. Whichever instance answered may be gone."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.response_turns import NO_TENANT, ResponseTurns
+
+JSON = "application/json"
+
+
+def make_response_routes(turns: ResponseTurns) -> APIRouter:
+    """Return the routes of one gateway's stored responses."""
+    routes = APIRouter()
+
+    @routes.get("/v1/responses/{response_id}")
+    async def retrieve(response_id: str) -> Response:
+        """Return a stored response. 404: unknown, expired, or not stored."""
+        return Response(turns.find(response_id, "response_id").response, media_type=JSON)
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def forget(response_id: str) -> dict[str, object]:
+        """Forget a stored response; responses that continue it stay whole."""
+        turns.find(response_id, "response_id")
+        turns.store.remove(NO_TENANT, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @routes.post("/v1/responses/{response_id}/cancel")
+    async def cancel(response_id: str) -> Response:
+        """Refuse: only what runs in the background can be cancelled; a client just closes the others."""
+        turns.find(response_id, "response_id")
+        raise GatewayError(
+            400, "Cannot cancel a synchronous response.", "invalid_request", "response_id"
+        )
+
+    return routes

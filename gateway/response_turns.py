@@ -1,0 +1,172 @@
+"""Responses that continue others, on any instance: the gateway keeps them, engines need not.
+
+A request with `previous_response_id` becomes one with the whole conversation as its input before it is
+routed, so it is an ordinary turn with a long known prefix. Answers are read in passing, and kept before the
+client can see their end. See decision 15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from moongate.gateway.body import Body, parse_body
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.response_store import ResponseStore, StoredResponse
+from moongate.gateway.routes import Route
+
+NO_TENANT = ""
+"""Whose everything is, as long as nobody is told apart."""
+
+_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_FINAL = re.compile(
+    rb"^event: ?response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*)$", re.MULTILINE
+)
+_NO_PREVIOUS = re.compile(rb'("previous_response_id"\s*:\s*)null')
+
+
+class ResponseTurns:
+    """Begins turns, and keeps what became of them."""
+
+    def __init__(self, store: ResponseStore, clock: Callable[[], float]) -> None:
+        self.store = store
+        self._clock = clock
+
+    def begin(self, body: Body, route: Route) -> ResponseTurn:
+        """Return the turn that a body asks for.
+
+        Raises: GatewayError (404) for a response that isn't known, has expired or is another tenant's.
+        """
+        previous_id = body.top.get("previous_response_id")
+        keeps = body.top.get("store", True) is True
+        if not isinstance(previous_id, str):
+            # Of another type the engine says better what is wrong.
+            items = _own_items(body) if keeps and previous_id is None else None
+            return ResponseTurn(self, body, items, None)
+        previous = self.find(previous_id, "previous_response_id")
+        items = _own_items(body)
+        if items is None:
+            message = "input: expected a text or a list of items, in strict JSON"
+            raise GatewayError(400, message, "invalid_request", "input")
+        raw = _with_input(body.raw, [previous.history(), items])
+        return ResponseTurn(self, parse_body(raw, route), items if keeps else None, previous)
+
+    def find(self, response_id: str, param: str) -> StoredResponse:
+        """Return a stored response. Raises: GatewayError (404)."""
+        found = self.store.find(NO_TENANT, response_id, self._clock())
+        if found is None:
+            message = f"Response with id {response_id[:200]!r} not found."
+            raise GatewayError(404, message, "response_not_found", param)
+        return found
+
+    def keep(self, response: bytes, input_items: bytes, previous: StoredResponse | None) -> None:
+        """Keep an answer, if it is a response."""
+        read = _read_response(response)
+        if read is None:
+            return
+        stored = StoredResponse(
+            NO_TENANT, read.id, previous, input_items, read.output_items, response
+        )
+        self.store.put(stored, self._clock())
+
+
+class ResponseTurn:
+    """One turn: `body` is what engines get; its answer passes through here."""
+
+    def __init__(
+        self,
+        turns: ResponseTurns,
+        body: Body,
+        own_items: bytes | None,
+        previous: StoredResponse | None,
+    ) -> None:
+        """`own_items`: what this turn adds to the conversation. None: its answer isn't kept."""
+        self.body = body
+        self._turns = turns
+        self._own_items = own_items
+        self._previous = previous
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether its answer passes as it is, and isn't kept."""
+        return self._own_items is None and self._previous is None
+
+    def take_events(self, events: bytes) -> bytes:
+        """Return whole events as the client gets them; keep the response that they end with."""
+        events = self._with_previous(events)
+        final = _FINAL.search(events) if b"event: response." in events else None
+        if final is not None:
+            self._keep_event(final[1])
+        return events
+
+    def take_whole(self, answer: bytes) -> bytes:
+        """Return a whole answer as the client gets it, and keep it."""
+        answer = self._with_previous(answer)
+        self._keep(answer)
+        return answer
+
+    def _with_previous(self, text: bytes) -> bytes:
+        """Say again which response this one continues: the engine was not told.
+
+        Quotes inside of a string are escaped, so a model's words can't be taken for it.
+        """
+        if self._previous is None or b'"previous_response_id"' not in text:
+            return text
+        name = msgspec.json.encode(self._previous.id)
+        return _NO_PREVIOUS.sub(lambda found: found[1] + name, text)
+
+    def _keep_event(self, data: bytes) -> None:
+        try:
+            response = bytes(_read_top_level(data)["response"])
+        except (msgspec.MsgspecError, KeyError, RecursionError):
+            return
+        self._keep(response)
+
+    def _keep(self, response: bytes) -> None:
+        if self._own_items is not None:
+            self._turns.keep(response, self._own_items, self._previous)
+
+
+class _Read(NamedTuple):
+    id: str
+    output_items: bytes
+
+
+def _read_response(response: bytes) -> _Read | None:
+    """Return what has to be known of a response object. None: it is none."""
+    try:
+        fields = _read_top_level(response)
+        response_id = msgspec.json.decode(fields["id"], type=str)
+        output = _items_of(bytes(fields["output"]))
+    except (msgspec.MsgspecError, KeyError, RecursionError):
+        return None
+    return _Read(response_id, output) if response_id and output is not None else None
+
+
+def _own_items(body: Body) -> bytes | None:
+    """Return the items of a body's input. None: it has none that can be read."""
+    try:
+        value = bytes(_read_top_level(body.raw)["input"])
+    except (msgspec.MsgspecError, KeyError, RecursionError):
+        return None
+    if value.startswith(b'"'):
+        return b'{"role":"user","content":' + value + b"}"
+    return _items_of(value)
+
+
+def _items_of(value: bytes) -> bytes | None:
+    """Return what is between the brackets of a JSON list, None for anything else."""
+    is_list = value.startswith(b"[") and value.endswith(b"]")
+    return value[1:-1].strip() if is_list else None
+
+
+def _with_input(raw: bytes, parts: list[bytes]) -> bytes:
+    """Return a body with these items as its input, and no response that it continues."""
+    fields = _read_top_level(raw)
+    fields.pop("previous_response_id", None)
+    items = b",".join([part for part in parts if part])
+    fields["input"] = msgspec.Raw(b"[" + items + b"]")
+    return msgspec.json.encode(fields)

@@ -1,0 +1,235 @@
+"""Responses go on wherever there is an instance; each API's streams end in their own way."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, Received
+from live_gateway import LiveGateway, live_gateway, until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+
+OUTPUT = {
+    "type": "message",
+    "id": "msg_1",
+    "role": "assistant",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "yes", "annotations": []}],
+}
+
+
+def response(number: int, **fields: Any) -> bytes:
+    """Return a response object as vLLM writes it: no spaces."""
+    value = {
+        "id": f"resp_{number}", "object": "response", "status": "completed", "output": [OUTPUT],
+        "previous_response_id": None, **fields,
+    }  # fmt: skip
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def event(kind: str, number: int, **fields: Any) -> bytes:
+    data = b'{"type":"response.%b","sequence_number":%d,"response":%b}'
+    whole = data % (kind.encode(), number, response(1, **fields))
+    return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), whole)
+
+
+class Answering:
+    """Answers with responses that are counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def __call__(self, request: Received) -> None:
+        self.count += 1
+        if not request.json().get("stream"):
+            await request.answer(200, response(self.count))
+            return
+        await request.start_stream()
+        await request.send_chunk(event("created", 0, output=[], status="in_progress"))
+        await request.send_chunk(event("completed", 1))
+        await request.send_chunk(b"")
+
+
+async def ask(gateway: LiveGateway, **fields: Any) -> Any:
+    answer = await gateway.client.post("/v1/responses", json={"model": "m", **fields})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def test_a_response_goes_on_after_the_death_of_the_instance_that_answered() -> None:
+    answering = Answering()
+    async with FakeEngine(answering) as one, FakeEngine(answering) as other:
+        async with live_gateway([one.url, other.url]) as gateway:
+            first = await ask(gateway, input="hi", instructions="be")
+            assert first.content == response(1)
+            home, survivor = (one, other) if one.received else (other, one)
+            await home.stop()
+            second = await ask(gateway, input="more", previous_response_id="resp_1")
+            assert second.json()["previous_response_id"] == "resp_1"
+            (sent,) = survivor.bodies
+            assert sent == {
+                "model": "m",
+                "input": [
+                    {"role": "user", "content": "hi"}, OUTPUT, {"role": "user", "content": "more"},
+                ],
+            }  # fmt: skip
+            again = await gateway.client.get("/v1/responses/resp_2")
+            assert (again.status_code, again.content) == (200, second.content)
+            await home.start()
+
+
+async def test_a_streamed_response_can_be_continued_at_once() -> None:
+    async with FakeEngine(Answering()) as engine, live_gateway([engine.url]) as gateway:
+        body = {"model": "m", "input": "hi", "stream": True}
+        async with gateway.client.stream("POST", "/v1/responses", json=body) as stream:
+            text = b""
+            async for chunk in stream.aiter_raw():
+                text += chunk
+                if b"response.completed" in text:
+                    break
+            # Its end has not come, but what it said has.
+            told = await gateway.client.get("/v1/responses/resp_1")
+        assert told.content == response(1)
+
+
+async def test_a_continued_stream_names_what_it_continues() -> None:
+    async with FakeEngine(Answering()) as engine, live_gateway([engine.url]) as gateway:
+        await ask(gateway, input="hi")
+        stream = await ask(gateway, input="x", previous_response_id="resp_1", stream=True)
+        assert stream.text.count('"previous_response_id":"resp_1"') == 2
+        assert '"previous_response_id":null' not in stream.text
+
+
+async def test_what_is_not_stored_is_not_there() -> None:
+    async with FakeEngine(Answering()) as engine, live_gateway([engine.url]) as gateway:
+        await ask(gateway, input="hi", store=False)
+        for answer in (
+            await gateway.client.get("/v1/responses/resp_1"),
+            await gateway.client.delete("/v1/responses/resp_1"),
+            await gateway.client.post("/v1/responses/resp_1/cancel"),
+            await gateway.client.post(
+                "/v1/responses", json={"model": "m", "input": "x", "previous_response_id": "resp_1"}
+            ),
+        ):
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "response_not_found"
+        assert len(engine.received) == 1
+
+
+async def test_a_deleted_response_is_gone_and_a_finished_one_can_not_be_cancelled() -> None:
+    async with FakeEngine(Answering()) as engine, live_gateway([engine.url]) as gateway:
+        await ask(gateway, input="hi")
+        cancelled = await gateway.client.post("/v1/responses/resp_1/cancel")
+        assert cancelled.status_code == 400
+        deleted = await gateway.client.delete("/v1/responses/resp_1")
+        assert deleted.json() == {"id": "resp_1", "object": "response", "deleted": True}
+        assert (await gateway.client.get("/v1/responses/resp_1")).status_code == 404
+
+
+async def test_with_no_room_nothing_is_kept() -> None:
+    async with (
+        FakeEngine(Answering()) as engine,
+        live_gateway([engine.url], responses={"bytes_max": 0}) as gateway,
+    ):
+        await ask(gateway, input="hi")
+        assert (await gateway.client.get("/v1/responses/resp_1")).status_code == 404
+
+
+async def test_engines_are_not_asked_to_compress_what_is_read_here() -> None:
+    async def answer(request: Received) -> None:
+        packs = "gzip" in request.headers.get("accept-encoding", "")
+        packed = gzip.compress(response(1))
+        headers = {"content-encoding": "gzip"} if packs else {}
+        await request.answer(200, packed if packs else response(1), headers)
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        assert (await ask(gateway, input="hi")).content == response(1)
+        assert (await gateway.client.get("/v1/responses/resp_1")).status_code == 200
+        await ask(gateway, input="hi", store=False)
+        assert "gzip" in engine.received[-1].headers["accept-encoding"]
+
+
+async def test_an_engines_refusal_passes_and_is_not_kept() -> None:
+    refusal = b'{"error":{"message":"no","type":"invalid_request_error","param":null,"code":400}}'
+
+    async def answer(request: Received) -> None:
+        await request.answer(400, refusal)
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        refused = await gateway.client.post("/v1/responses", json={"model": "m", "input": [3]})
+        assert (refused.status_code, refused.content) == (400, refusal)
+        assert refused.headers["content-length"] == str(len(refusal))
+
+
+async def test_an_answer_that_breaks_off_is_not_kept() -> None:
+    async def answer(request: Received) -> None:
+        await request.send(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n" + response(1))
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await ask(gateway, input="hi")
+        assert (await gateway.client.get("/v1/responses/resp_1")).status_code == 404
+        await until(lambda: gateway.inflight() == 0)
+
+
+async def test_a_response_that_breaks_off_ends_as_failed() -> None:
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(event("created", 0, output=[], status="in_progress"))
+        await request.send_chunk(b'event: x\ndata: {"sequence_number":4}\n\n')
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        text = (await ask(gateway, input="hi", stream=True)).text
+    name, data = text.split("\n\n")[2].split("\n")
+    failed = json.loads(data.removeprefix("data: "))
+    assert name == "event: response.failed"
+    assert (failed["type"], failed["sequence_number"]) == ("response.failed", 5)
+    assert (failed["response"]["id"], failed["response"]["status"]) == ("resp_1", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
+
+
+async def test_a_message_that_breaks_off_ends_with_its_own_error() -> None:
+    start = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(start)
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        text = (await gateway.client.post("/v1/messages", json={**body, "stream": True})).content
+        unknown = await gateway.client.post("/v1/messages", json={**body, "model": "other"})
+    assert text.startswith(
+        start + b'event: error\ndata: {"type":"error","error":{"type":"api_error"'
+    )
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "status"),
+    [
+        ("", {"input": "hi"}, 200),
+        ("", {"system": "s", "messages": [{"role": "user", "content": "x"}]}, 200),
+        ("?route=/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, 200),
+        ("?route=/v1/nothing", {"input": "hi"}, 400),
+        ("", {"input": "hi", "previous_response_id": "resp_9"}, 404),
+    ],
+)
+async def test_every_kind_of_request_can_be_explained(
+    query: str, body: dict[str, Any], status: int
+) -> None:
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        answer = await gateway.client.post(f"/admin/explain{query}", json={"model": "m", **body})
+    assert answer.status_code == status, answer.text
