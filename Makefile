@@ -9,7 +9,7 @@ PORT = 8000
 BENCH_ROUNDS ?= 5
 BENCH_RESULTS = benchmarks/results
 
-.PHONY: help setup setup-engine setup-bench run run-real test e2e check bench clean
+.PHONY: help setup setup-engine setup-bench setup-sdks run run-real test e2e check bench clean
 
 help:
 	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
@@ -24,12 +24,16 @@ help:
 setup: .venv/.ready
 setup-engine: .venv-engine/.ready
 setup-bench: .venv-bench/.ready
+setup-sdks: .venv-sdks/.ready
 
 .venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) scripts/setup_venv.py
 
 .venv-bench/.ready: requirements/bench.txt
 	@$(PYTHON) scripts/setup_venv.py bench
+
+.venv-sdks/.ready: requirements/sdks.txt
+	@$(PYTHON) scripts/setup_venv.py sdks
 
 # pyproject.toml names the plugin that engines load.
 .venv-engine/.ready: requirements/engine.txt pyproject.toml scripts/setup_engine.py
@@ -45,7 +49,7 @@ run-real: .venv/.ready .venv-engine/.ready
 test: .venv/.ready
 	@$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
 
-e2e: .venv/.ready .venv-engine/.ready
+e2e: .venv/.ready .venv-engine/.ready .venv-sdks/.ready
 	@$(BIN)/python -m pytest tests/e2e -s
 
 check: .venv/.ready
@@ -67,4 +71,4 @@ bench: .venv/.ready .venv-bench/.ready .venv-engine/.ready
 		--json $(BENCH_RESULTS)/side_by_side.json
 
 clean:
-	rm -rf .venv .venv-bench .venv-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-engine .venv-sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Create a Python environment from pinned requirements: the gateway's `.venv`, with the project
-installed in place, or (argument `bench`) `.venv-bench` with the routers it is compared to. Standard
-library only; run by the system's Python."""
+installed in place; or (argument `bench`) `.venv-bench` with the routers it is compared to; or (`sdks`)
+`.venv-sdks` with the clients and agent frameworks it is tried with. Standard library only; run by the
+system's Python."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "gateway": Environment(".venv", "dev.txt", has_project=True),
     # Apart, because the compared routers have requirements of their own.
     "bench": Environment(".venv-bench", "bench.txt", has_project=False),
+    # Apart, so that what people use comes with what it brings, and the gateway stays light.
+    "sdks": Environment(".venv-sdks", "sdks.txt", has_project=False),
 }
 
 

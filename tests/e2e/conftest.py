@@ -23,8 +23,11 @@ SHARED_ENGINE: dict[str, Any] = {
     "gpu_blocks_override": 16_384,
     "max_model_len_tokens": 16_384,
     "enable_auto_tool_choice": True,
-    "tool_call_parser": "hermes",
-    "extra_args": ("--enable-scale-out",),  # serves the render routes
+    "tool_call_parser": "xlam",  # one that makes a random model call: its calls are plain JSON
+    "extra_args": (
+        *("--enable-scale-out",),  # serves the render routes
+        *("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}'),
+    ),
 }
 
 

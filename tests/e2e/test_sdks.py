@@ -1,0 +1,73 @@
+"""The client libraries and agent frameworks that people use, unchanged, before real engines.
+
+Each runs ten turns in an environment of its own (`sdks/loops.py`). Every turn after a session's first goes
+home, and what routing predicts to be cached is what the engine reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_metrics import counter
+from processes import BLOCK_TOKENS, PROJECT, EngineProcess, Serve
+
+EnginePair = tuple[EngineProcess, EngineProcess]
+
+SDK_PYTHON = PROJECT / ".venv-sdks" / "bin" / "python"
+SCRIPT = Path(__file__).parent / "sdks" / "loops.py"
+LOOP_S = 120.0
+
+# How many sessions each begins: the Agents SDK's has a sub-agent.
+LOOPS = {
+    "openai_chat": 1,
+    "openai_responses": 1,
+    "openai_items": 1,
+    "anthropic_messages": 1,
+    "openai_agents": 2,
+    "langgraph_agent": 1,
+    "litellm_chat": 1,
+    "pydantic_ai_agent": 1,
+}
+
+
+def run_loop(name: str, url: str) -> list[tuple[int, int]]:
+    """Return the prompt and cached tokens that the engine reported for each call."""
+    if not SDK_PYTHON.exists():
+        pytest.fail(f"{SDK_PYTHON} is missing; run `make setup-sdks`")
+    done = subprocess.run(
+        [SDK_PYTHON, SCRIPT, name, url, "tiny"],
+        capture_output=True, text=True, timeout=LOOP_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [(prompt, cached) for prompt, cached in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_agents_loop_stays_at_home(
+    name: str, engines: EnginePair, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = serve(engines)
+    for engine in engines:
+        httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False)
+    calls = run_loop(name, gateway.url)
+    predicted = counter(gateway.url, "moongate_prompt_tokens_total", source="device")
+    delivered = counter(gateway.url, "moongate_delivered_cached_tokens_total")
+    homes = [
+        counter(gateway.url, "moongate_routed_total", instance=i, reason="device_prefix")
+        for i in ("a", "b")
+    ]
+    with capsys.disabled():
+        print(f"\n{name}: {len(calls)} calls, {delivered:.0f} tokens cached as predicted", end=" ")
+    assert len(calls) >= 10
+    assert predicted == delivered == sum(cached for _, cached in calls) > 0
+    assert counter(gateway.url, "moongate_route_fallback_total") == 0
+    assert sum(homes) >= len(calls) - LOOPS[name]
+    if LOOPS[name] == 1:
+        assert max(homes) == sum(homes), "the session has one home"
+        for (before, _), (_, cached) in itertools.pairwise(calls):
+            assert cached >= before // BLOCK_TOKENS * BLOCK_TOKENS
