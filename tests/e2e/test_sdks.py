@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -35,16 +36,23 @@ LOOPS = {
 }
 
 
-def run_loop(name: str, url: str) -> list[tuple[int, int]]:
-    """Return the prompt and cached tokens that the engine reported for each call."""
+def run_script(script: Path, *words: str, **environment: str) -> str:
+    """Run a script with the libraries that it is for. Return what it printed."""
     if not SDK_PYTHON.exists():
         pytest.fail(f"{SDK_PYTHON} is missing; run `make setup-sdks`")
     done = subprocess.run(
-        [SDK_PYTHON, SCRIPT, name, url, "tiny"],
+        [SDK_PYTHON, script, *words],
+        env={**os.environ, **environment},
         capture_output=True, text=True, timeout=LOOP_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return [(prompt, cached) for prompt, cached in json.loads(done.stdout.splitlines()[-1])]
+    return done.stdout
+
+
+def run_loop(name: str, url: str) -> list[tuple[int, int]]:
+    """Return the prompt and cached tokens that the engine reported for each call."""
+    printed = run_script(SCRIPT, name, url, "tiny")
+    return [(prompt, cached) for prompt, cached in json.loads(printed.splitlines()[-1])]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -71,3 +79,17 @@ def test_an_agents_loop_stays_at_home(
         assert max(homes) == sum(homes), "the session has one home"
         for (before, _), (_, cached) in itertools.pairwise(calls):
             assert cached >= before // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+EXAMPLES = sorted(
+    path for path in (PROJECT / "examples").glob("*.py") if path.name != "my_policy.py"
+)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_as_it_is(example: Path, engines: EnginePair, serve: Serve) -> None:
+    assert len(example.read_text().splitlines()) <= 30
+    gateway = serve(engines)
+    assert run_script(example, MOONGATE_URL=gateway.url).strip()
+    assert counter(gateway.url, "moongate_requests_total", code="200") > 0
+    assert counter(gateway.url, "moongate_requests_total", code="400") == 0

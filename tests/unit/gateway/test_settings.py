@@ -129,7 +129,7 @@ POLICIES = (
 )
 SECTIONS = (
     "auth, discovery, drain, health, instances, limits, listen, observability, policy, pool, "
-    "session, state, tokenizer"
+    "responses, session, state, tokenizer"
 )
 
 
