@@ -80,7 +80,7 @@ def make_admin_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        listed = list_models(core)
+        listed = list_models(core, settings.models.aliases)
         if not listed["data"]:
             raise GatewayError(503, "no instance is up", "no_instance")
         return listed

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from moongate.gateway.admin_guard import read_body
+from moongate.gateway.aliases import Aliases
 from moongate.gateway.body import find_session_key, find_user, parse_body
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
@@ -33,7 +34,7 @@ def make_explain_route(
     pooling: Pooling | None = None,
 ) -> APIRouter:
     """Return the route of the dry run."""
-    router = APIRouter()
+    router, aliases = APIRouter(), Aliases(settings.models.aliases)
 
     @router.post("/admin/explain")
     async def explain(request: Request, route: str | None = None) -> JSONResponse:
@@ -43,7 +44,7 @@ def make_explain_route(
         """
         raw = await read_body(request, settings.limits.body_bytes_max)
         asked = _route_of(raw, route)
-        body = parse_body(raw, asked)
+        body, _ = aliases.resolve(parse_body(raw, asked), asked)
         if asked.kind is PromptKind.RESPONSES:
             body = turns.begin(body, asked).body
         assert body.model is not None

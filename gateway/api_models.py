@@ -5,13 +5,14 @@ Answered from the last descriptions, so one slow or dead instance delays and hid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moongate.router import RouterCore
 
 
-def list_models(core: RouterCore) -> dict[str, Any]:
-    """Return the list of models that a healthy instance serves, each once."""
+def list_models(core: RouterCore, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the list of models that a healthy instance serves, each once, and of their aliases."""
     cards: dict[str, Any] = {}
     for instance in core.fleet:
         if not instance.is_healthy or instance.facts is None:
@@ -27,4 +28,7 @@ def list_models(core: RouterCore) -> dict[str, Any]:
                     "max_model_len": card.max_model_len_tokens,
                 },
             )
+    for alias, served in aliases.items():
+        if served in cards:
+            cards[alias] = {**cards[served], "id": alias, "root": served}
     return {"object": "list", "data": list(cards.values())}

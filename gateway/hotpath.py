@@ -11,9 +11,11 @@ in between.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
+from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.body import (
     Body,
     find_session_key,
@@ -50,6 +52,7 @@ from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.relaying import (
     AnswerKind,
+    Edit,
     kind_of,
     relay_body,
     relay_events,
@@ -137,6 +140,7 @@ class HotPath:
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
+        self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
         self._adopted: set[asyncio.Task[None]] = set()
@@ -203,6 +207,7 @@ class _Exchange:
         self._body: Body | None = None  # as engines may get it
         self._read = NOT_READ
         self._turn: ResponseTurn | None = None  # whose answer is read in passing
+        self._renaming: Renaming | None = None  # of a model that has an alias
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
 
@@ -254,7 +259,7 @@ class _Exchange:
         That is without what only the gateway may say to an engine's KV connector, and, where the
         operator wants every stream's usage, with the wish for it.
         """
-        body = parse_body(raw, self._route)
+        body, self._renaming = self._path.aliases.resolve(parse_body(raw, self._route), self._route)
         is_allowed = self._path.settings.limits.allow_kv_transfer_params
         if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
@@ -434,7 +439,7 @@ class _Exchange:
         raw = body.raw
         if is_one_token:
             raw = one_token_body(raw)
-        if is_one_token or self._turn is not None:
+        if is_one_token or self._turn is not None or self._renaming is not None:
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]
         pieces = with_params(raw, self._ids_for(body, link), params)
@@ -597,21 +602,18 @@ class _Exchange:
             await self._relay_text_error(opened, forward)
             return
         headers = response_headers(answer.raw_headers, self._our_headers(forward))
-        turn = self._turn if answer.status == 200 else None
-        if kind is AnswerKind.EVENTS or turn is not None:
+        edit = self._edit_of(answer, kind)
+        if kind is AnswerKind.EVENTS or edit is not None:
             # There may become more or less of it on the way.
             headers = [header for header in headers if header[0] != b"content-length"]
         client.start(answer.status, headers)
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
             if kind is AnswerKind.EVENTS:
-                drop = without_usage_events if self._drops_usage else None
-                edit = turn.take_events if turn is not None else drop
                 relayed = await relay_events(opened, client, edit=edit)
             else:
-                whole = turn.take_whole if turn is not None else None
                 hides = self._hides_params(answer)
-                relayed = await relay_body(opened, client, hides_params=hides, edit=whole)
+                relayed = await relay_body(opened, client, hides_params=hides, edit=edit)
         finally:
             client.on_pause = client.on_resume = None
         if relayed.error is None:
@@ -634,6 +636,17 @@ class _Exchange:
             if relayed.last:
                 client.write(relayed.last)
             client.break_off()
+
+    def _edit_of(self, answer: Answer, kind: AnswerKind) -> Edit | None:
+        """Return what is done to the answer, None if it passes as it is."""
+        if answer.status != 200 or answer.header(b"content-encoding"):
+            return None
+        # The name comes first: what is kept of a response is what its client gets.
+        parts = [part for part in (self._renaming, self._turn) if part is not None]
+        if kind is not AnswerKind.EVENTS:
+            return _chained([part.take_whole for part in parts])
+        edits = [part.take_events for part in parts]
+        return _chained([*edits, *([without_usage_events] if self._drops_usage else [])])
 
     def _hides_params(self, answer: Answer) -> bool:
         """Tell whether the answer may have something for the gateway's eyes only."""
@@ -721,6 +734,17 @@ class _Exchange:
         metrics = self._path.metrics
         metrics.requests.add(1, self._route.template, self._model_label, str(status))
         metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
+
+
+def _chained(edits: Sequence[Edit]) -> Edit | None:
+    """Return one edit for several, None for none."""
+    if len(edits) < 2:
+        return edits[0] if edits else None
+
+    def edit(text: bytes) -> bytes:
+        return functools.reduce(lambda changed, one: one(changed), edits, text)
+
+    return edit
 
 
 def _describe(error: UpstreamError) -> str:

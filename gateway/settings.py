@@ -368,6 +368,21 @@ class SessionSettings(_Section):
     header: HeaderName | None = None
 
 
+class ModelsSettings(_Section):
+    """What models are called."""
+
+    aliases: dict[str, str] = Field(default_factory=dict)  # name that clients use: name served
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelsSettings:
+        for alias, served in self.aliases.items():
+            if not alias or not served:
+                raise ValueError("aliases: expected names, such as my-model: served-model")
+            if served in self.aliases:
+                raise ValueError(f"aliases: {alias} names {served}, which is an alias itself")
+        return self
+
+
 class ResponsesSettings(_Section):
     """How long responses are kept, for `previous_response_id` and for being told again."""
 
@@ -408,6 +423,7 @@ class Settings(_Section):
     pool: PoolSettings = PoolSettings()
     auth: AuthSettings = AuthSettings()
     session: SessionSettings = SessionSettings()
+    models: ModelsSettings = ModelsSettings()
     responses: ResponsesSettings = ResponsesSettings()
     health: HealthSettings = HealthSettings()
     drain: DrainSettings = DrainSettings()

@@ -233,3 +233,37 @@ async def test_every_kind_of_request_can_be_explained(
     async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
         answer = await gateway.client.post(f"/admin/explain{query}", json={"model": "m", **body})
     assert answer.status_code == status, answer.text
+
+
+async def test_an_alias_is_renamed_both_ways_and_what_is_kept_has_it_too() -> None:
+    async def answer(request: Received) -> None:
+        assert request.json()["model"] == "m"
+        if request.json().get("stream"):
+            await request.start_stream()
+            await request.send_chunk(event("created", 0, model="m"))
+            await request.send_chunk(event("completed", 1, model="m"))
+            await request.send_chunk(b"")
+        else:
+            await request.answer(200, response(1, model="m"))
+
+    async with (
+        FakeEngine(answer) as engine,
+        live_gateway([engine.url], models={"aliases": {"gpt": "m"}}) as gateway,
+    ):
+        for stream in (False, True):
+            told = await gateway.client.post(
+                "/v1/responses", json={"model": "gpt", "input": "hi", "stream": stream}
+            )
+            assert told.status_code == 200
+            assert told.text.count('"model":"gpt"') == (2 if stream else 1)
+            assert '"model":"m"' not in told.text
+            kept = await gateway.client.get("/v1/responses/resp_1")
+            assert kept.json()["model"] == "gpt"
+        plain = await gateway.client.post("/v1/responses", json={"model": "m", "input": "hi"})
+        assert plain.content == response(1, model="m")
+        models = (await gateway.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in models] == ["m", "gpt"]
+        explained = await gateway.client.post(
+            "/admin/explain", json={"model": "gpt", "input": "hi"}
+        )
+        assert explained.status_code == 200

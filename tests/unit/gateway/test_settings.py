@@ -128,7 +128,7 @@ POLICIES = (
     "session_hash"
 )
 SECTIONS = (
-    "auth, discovery, drain, health, instances, limits, listen, observability, policy, pool, "
+    "auth, discovery, drain, health, instances, limits, listen, models, observability, policy, pool, "
     "responses, session, state, tokenizer"
 )
 
@@ -210,6 +210,14 @@ SECTIONS = (
         ),
         ("listen: {port: 1, port: 2}\n", "1: listen.port: given twice"),
         ("drain: {}\nlisten: {}\ndrain: {}\n", "3: drain: given twice"),
+        (
+            "models:\n  aliases: {a: b, b: c}\n",
+            "1: models: aliases: a names b, which is an alias itself",
+        ),
+        (
+            "models:\n  aliases: {a: ''}\n",
+            "1: models: aliases: expected names, such as my-model: served-model",
+        ),
     ],
 )  # fmt: skip
 def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, problem: str) -> None:
