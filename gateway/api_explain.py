@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from moongate.gateway.admin_guard import read_body
 from moongate.gateway.aliases import Aliases
 from moongate.gateway.body import find_session_key, find_user, parse_body
+from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
@@ -31,6 +32,7 @@ def make_explain_route(
     driver: Driver,
     prompts: PromptPipeline,
     turns: ResponseTurns,
+    divergences: Divergences,
     pooling: Pooling | None = None,
 ) -> APIRouter:
     """Return the route of the dry run."""
@@ -52,15 +54,19 @@ def make_explain_route(
         if body.model not in cards:
             raise GatewayError(404, "the model does not exist", "model_not_found", "model")
         read = await prompts.read(asked, body)
+        headers = read_headers(request.scope["headers"])
+        session_key = find_session_key(headers, body, settings.session.header)
+        diverges: Divergence | None = None
+        if session_key and read.fields and read.prompt and "messages" in read.fields:
+            salt = read_salt(body)
+            diverges = divergences.explain(session_key, body.model, read.fields, salt, read.prompt)
         hands_over = driver.core.fleet.has_prefill(body.model)
         would_be = RouterRequest(
             id=RequestId("explain"),
             model=body.model,
             prompt=read.prompt,
             is_prompt_missing=read.fallback is not None,
-            session_key=find_session_key(
-                read_headers(request.scope["headers"]), body, settings.session.header
-            ),
+            session_key=session_key,
             tie_key=find_user(body),
             may_hand_over=hands_over and may_hand_over(asked, body),
             stays_whole=hands_over and stays_whole(asked, body),
@@ -71,7 +77,9 @@ def make_explain_route(
         decision = driver.core.explain(would_be, driver.clock())
         if decision is None:
             raise GatewayError(503, "no instance can take the request now", "no_instance")
-        return JSONResponse({**decision_as_json(decision), "fallback": read.fallback})
+        divergence = diverges.as_json() if diverges is not None else None
+        told = {"fallback": read.fallback, "divergence": divergence}
+        return JSONResponse({**decision_as_json(decision), **told})
 
     return router
 

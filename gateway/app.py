@@ -15,6 +15,7 @@ from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
 from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
@@ -112,9 +113,13 @@ class Gateway:
             self._seeding = Seeding(driver, self._links, metrics.seedings)
         stored = settings.responses
         turns = ResponseTurns(ResponseStore(stored.ttl_s, stored.bytes_max), self._clock)
-        self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, turns, self._pooling, self._seeding
+        divergences = Divergences(
+            metrics.note_divergence, keeps_text=settings.observability.keep_text
         )
+        self._hot_path = HotPath(
+            settings, driver, self._links, prompts, metrics, turns, divergences, self._pooling,
+            self._seeding,
+        )  # fmt: skip
         self._roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
@@ -124,7 +129,7 @@ class Gateway:
         self._admin.include_router(make_instance_routes(self._roster))
         self._admin.include_router(make_response_routes(turns))
         self._admin.include_router(
-            make_explain_route(settings, driver, prompts, turns, self._pooling)
+            make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
         )
         if self._pooling is not None:
             self._pooling.start()

@@ -25,6 +25,7 @@ from moongate.gateway.body import (
 )
 from moongate.gateway.bootstrap import Bootstraps
 from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, stream_error_events
 from moongate.gateway.handing_over import (
@@ -129,10 +130,12 @@ class HotPath:
         prompts: PromptPipeline,
         metrics: Metrics,
         turns: ResponseTurns,
+        divergences: Divergences,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
     ) -> None:
         self.turns = turns
+        self.divergences = divergences
         self.pooling = pooling
         self.seeding = seeding
         self.settings = settings
@@ -284,13 +287,16 @@ class _Exchange:
         policy = self._find_policy()
         if self._path.driver.core.get_policy(policy).reads_prompts:
             self._read = await self._read_prompt(body)
+        session_key = find_session_key(self._headers, body, self._path.settings.session.header)
+        if session_key is not None:
+            self._note_turn(session_key, model, body)
         hands_over = self._path.driver.core.fleet.has_prefill(model)
         return Request(
             id=self._id,
             model=model,
             prompt=self._read.prompt,
             is_prompt_missing=self._read.fallback is not None,
-            session_key=find_session_key(self._headers, body, self._path.settings.session.header),
+            session_key=session_key,
             tie_key=find_user(body),
             policy=policy,
             may_hand_over=(
@@ -298,6 +304,12 @@ class _Exchange:
             ),
             stays_whole=hands_over and self._stays_whole(body, model),
         )
+
+    def _note_turn(self, session_key: str, model: str, body: Body) -> None:
+        """Let it be noticed if the turn does not begin like its session's last."""
+        fields, prompt = self._read.fields, self._read.prompt
+        if fields is not None and prompt is not None and "messages" in fields:
+            self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway.divergence import Divergence
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
@@ -93,6 +94,14 @@ class Metrics:
             "moongate_route_fallback", "Prompts that could not be read exactly", ["reason"],
             registry=r,
         )  # fmt: skip
+        self.divergences = Tally(
+            "moongate_prefix_divergences", "Turns that did not begin like the turn before",
+            ["cause"], registry=r,
+        )  # fmt: skip
+        self.diverged_tokens = Tally(
+            "moongate_prefix_lost_tokens", "Prompt tokens that could not be reused for that",
+            ["cause"], registry=r,
+        )  # fmt: skip
         self.seedings = Tally(
             "moongate_seedings", "Hot prefixes put onto one more instance, by how that ended",
             ["result"], registry=r,
@@ -102,6 +111,11 @@ class Metrics:
             buckets=POOL_BUCKETS, registry=r,
         )  # fmt: skip
         r.register(_CurrentState(core, prompts))
+
+    def note_divergence(self, found: Divergence) -> None:
+        cause = found.difference.cause.value
+        self.divergences.add(1, cause)
+        self.diverged_tokens.add(found.lost_tokens, cause)
 
     def watch(self, monitor: Monitor, pooling: Pooling | None) -> None:
         """Show as well what engines report of themselves, and the pool if there is one."""

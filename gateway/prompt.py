@@ -84,6 +84,8 @@ class ReadPrompt:
     fallback: str | None = None
     tokenized: Tokenized | None = None
     form: PromptForm = PromptForm.PLAIN
+    # Of the chat that it is, or becomes.
+    fields: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     # The ids, where they were not made here.
     packed: bytes | None = field(default=None, compare=False, repr=False)
 
@@ -284,9 +286,10 @@ class PromptPipeline:
             form = form_of(fields)
             renderer = known.renderer_for(form)
             if renderer is not None:
-                return await self._read_here(route, body, fields, renderer, form)
+                read = await self._read_here(route, body, fields, renderer, form)
+                return replace(read, fields=fields)
             if known.has_remote:
-                return await self._read_remotely(body, fields)
+                return replace(await self._read_remotely(body, fields), fields=fields)
             reason = "no_tokenizer"
         except TimeoutError:
             reason = "budget"

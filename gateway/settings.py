@@ -411,6 +411,7 @@ class ObservabilitySettings(_Section):
     receipt_headers: bool = True
     # always: ask engines for the usage of every stream, and keep it from clients that didn't.
     stream_usage: Literal["asked", "always"] = "asked"
+    keep_text: bool = False  # of messages, to show where a session diverged; else only hashes
 
 
 class Settings(_Section):
