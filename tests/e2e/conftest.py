@@ -21,7 +21,7 @@ from processes import (
 SHARED_ENGINE: dict[str, Any] = {
     # Room for all that the shared tests put in, so that nothing is evicted between them.
     "gpu_blocks_override": 16_384,
-    "max_model_len_tokens": 16_384,
+    "max_model_len_tokens": 32_768,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "xlam",  # one that makes a random model call: its calls are plain JSON
     "extra_args": (

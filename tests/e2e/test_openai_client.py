@@ -71,8 +71,8 @@ def test_errors_come_as_the_clients_own_exceptions(client: openai.OpenAI) -> Non
     assert unknown.value.code == "model_not_found"
 
     with pytest.raises(openai.BadRequestError) as too_long:
-        client.completions.create(model="tiny", prompt=[5] * 20_000, max_tokens=1)
-    assert "16384" in str(too_long.value)
+        client.completions.create(model="tiny", prompt=[5] * 40_000, max_tokens=1)
+    assert "32768" in str(too_long.value)
 
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=[])

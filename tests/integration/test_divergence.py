@@ -26,7 +26,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "
 async def test_it_is_counted_logged_and_explained(
     changed: dict[str, Any], cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = {"messages": [SYSTEM, USER], "tools": TOOLS, "max_tokens": 2}
+    first: dict[str, Any] = {"messages": [SYSTEM, USER], "tools": TOOLS, "max_tokens": 2}
     headers = {"x-session-id": "one"}
     caplog.set_level(logging.INFO, "moongate.gateway.divergence")
     async with pd_fleet(prefill=0, decode=0, both=1) as fleet:
@@ -34,7 +34,7 @@ async def test_it_is_counted_logged_and_explained(
         for _ in range(2):
             assert (await gateway.chat(headers=headers, **first)).status_code == 200
         assert await gateway.metric("moongate_prefix_divergences_total") == 0
-        turn = {"model": "m", "tools": TOOLS, "max_tokens": 2, **changed}
+        turn: dict[str, Any] = {"model": "m", "tools": TOOLS, "max_tokens": 2, **changed}
         dry = await gateway.client.post("/admin/explain", json=turn, headers=headers)
         told = dry.json()["divergence"]
         assert told["cause"] == cause
