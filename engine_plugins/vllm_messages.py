@@ -145,7 +145,7 @@ def _add_block(rendered: Message, block: Mapping[str, Any]) -> None:
             rendered.setdefault("content", []).append({"type": "text", "text": block["text"]})
     elif kind == "image":
         if block.get("source"):
-            rendered.setdefault("content", []).append({"type": "image_url"})
+            rendered.setdefault("content", []).append(_image(block["source"]))
     elif kind == "thinking":
         if isinstance(block.get("thinking"), str):
             rendered["reasoning"] = rendered.get("reasoning", "") + block["thinking"]
@@ -156,6 +156,15 @@ def _add_block(rendered: Message, block: Mapping[str, Any]) -> None:
         rendered.setdefault("content", []).append({"type": "text", "text": text})
     elif kind not in ("redacted_thinking", "tool_reference"):  # these two are not shown
         raise PromptRefused(f"content: blocks of type {kind!r} are unknown")
+
+
+def _image(source: object) -> dict[str, Any]:
+    if not isinstance(source, dict):
+        raise PromptRefused("content: an image needs a source")
+    url = source.get("url", "")
+    if source.get("type") != "url":
+        url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def _results(block: Mapping[str, Any]) -> Iterator[Message]:
         raise PromptRefused("content: expected a result's text to be a string")
     text = content if isinstance(content, str) else "\n".join(texts)
     yield {"role": "tool", "tool_call_id": call_id, "content": text}
-    images = [{"type": "image_url"} for item in items if item.get("type") == "image"]
+    images = [_image(item.get("source")) for item in items if item.get("type") == "image"]
     if images:
         yield {"role": "user", "content": images}
     names = (

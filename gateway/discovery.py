@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from moongate.engine_plugins.vllm_facts import (
@@ -39,6 +40,7 @@ class Description:
     facts: InstanceFacts
     publishers: tuple[Publisher, ...]
     takes_ids: bool  # a version of vLLM that takes token ids in place of a chat's text
+    has_messages: bool  # serves `/v1/messages`
     uses_pool: bool | None = None  # a shared store, as far as it shows
     cached_by_source: Mapping[str, float] = field(
         default_factory=dict
@@ -67,6 +69,7 @@ async def describe(link: Link) -> Description:
         ),
         publishers,
         await _find_takes_ids(link),
+        await _find_has_messages(link),
         shows_pool(metrics) if link.settings.pool is None else link.settings.pool,
         read_cached_by_source(metrics),
     )
@@ -89,6 +92,19 @@ async def _find_takes_ids(link: Link) -> bool:
         if error.status is None:
             raise
         return False
+
+
+async def _find_has_messages(link: Link) -> bool:
+    """A route that takes POST only refuses a GET otherwise than one that isn't there."""
+    if link.settings.messages != "auto":
+        return link.settings.messages == "native"
+    try:
+        await link.api.get_text("/v1/messages")
+    except EngineCallFailed as error:
+        if error.status is None:
+            raise
+        return error.status != HTTPStatus.NOT_FOUND
+    return True
 
 
 async def _find_models(link: Link) -> tuple[ModelCard, ...]:

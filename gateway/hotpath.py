@@ -46,6 +46,8 @@ from moongate.gateway.headers import (
 from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, with_params
 from moongate.gateway.legs import may_hand_over, one_token_body, stays_whole
 from moongate.gateway.links import Link, Links
+from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
+from moongate.gateway.messages_stream import MessageStream
 from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
@@ -60,7 +62,7 @@ from moongate.gateway.relaying import (
     wrap_text_error,
 )
 from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
-from moongate.gateway.routes import WITH_CHOICES, PromptKind
+from moongate.gateway.routes import WITH_CHOICES, ApiFamily, PromptKind
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
 from moongate.gateway.stream_usage import (
@@ -204,6 +206,7 @@ class _Exchange:
         self._model_label = UNKNOWN_MODEL
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_first_byte = False
+        self._is_counted = False
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
         self._known: PromptTokens | None = None  # for the pool, where there is one
@@ -211,6 +214,7 @@ class _Exchange:
         self._read = NOT_READ
         self._turn: ResponseTurn | None = None  # whose answer is read in passing
         self._renaming: Renaming | None = None  # of a model that has an alias
+        self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
 
@@ -241,8 +245,9 @@ class _Exchange:
                 self.refuse(GatewayError(500, "the gateway failed", "internal_error"))
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
-            logger.info("request %s: the client left", self._client_id)
-            self._count(CLIENT_LEFT_STATUS)
+            if not self._is_counted:  # else it has all it wanted
+                logger.info("request %s: the client left", self._client_id)
+                self._count(CLIENT_LEFT_STATUS)
             raise
         finally:
             # Whatever happened, the instance's reservation ends here.
@@ -448,21 +453,32 @@ class _Exchange:
         body = self._body
         assert body is not None
         headers = self._headers_for(holder, link)
-        raw = body.raw
+        raw, target = body.raw, self._client.target
+        self._bridge = self._bridge_to(link, body)
+        if self._bridge is not None:
+            raw, target = self._bridge.body, self._bridge.path
         if is_one_token:
             raw = one_token_body(raw)
-        if is_one_token or self._turn is not None or self._renaming is not None:
+        if is_one_token or any((self._turn, self._renaming, self._bridge)):
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]
         pieces = with_params(raw, self._ids_for(body, link), params)
         answer = await link.upstream.send(
-            self._client.target, headers, pieces, on_sent=on_sent, may_exceed=is_release
+            target, headers, pieces, on_sent=on_sent, may_exceed=is_release
         )
         try:
             return Opened(answer, await answer.read())
         except BaseException:
             answer.close()
             raise
+
+    def _bridge_to(self, link: Link, body: Body) -> Bridge | None:
+        """Return the way around for an instance that has no messages, None where none is needed."""
+        is_messages = self._route.family is ApiFamily.ANTHROPIC
+        if not is_messages or self._path.links.has_messages(link.id):
+            return None
+        manners = self._path.prompts.manners(self._model_label)
+        return bridge_for(self._route, body.fields, manners)
 
     def _headers_for(self, holder: Holder, link: Link) -> list[tuple[bytes, bytes]]:
         return request_headers(
@@ -622,14 +638,15 @@ class _Exchange:
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
             if kind is AnswerKind.EVENTS:
-                relayed = await relay_events(opened, client, edit=edit)
+                end = functools.partial(self._end, answer.status, forward)
+                relayed = await relay_events(opened, client, end, edit=edit)
             else:
                 hides = self._hides_params(answer)
                 relayed = await relay_body(opened, client, hides_params=hides, edit=edit)
         finally:
             client.on_pause = client.on_resume = None
-        if relayed.error is None:
-            self._end(answer.status, relayed.usage, forward)
+        if relayed.error is None or self._is_counted:
+            self._end(answer.status, forward, relayed.usage)
             client.finish(relayed.last)
             return
         self._break_off(answer.status, forward, relayed.error)
@@ -651,13 +668,18 @@ class _Exchange:
 
     def _edit_of(self, answer: Answer, kind: AnswerKind) -> Edit | None:
         """Return what is done to the answer, None if it passes as it is."""
-        if answer.status != 200 or answer.header(b"content-encoding"):
+        if answer.header(b"content-encoding"):
             return None
+        if answer.status != 200:
+            is_ours = self._bridge is not None
+            return functools.partial(error_of, answer.status) if is_ours else None
         # The name comes first: what is kept of a response is what its client gets.
         parts = [part for part in (self._renaming, self._turn) if part is not None]
         if kind is not AnswerKind.EVENTS:
-            return _chained([part.take_whole for part in parts])
-        edits = [part.take_events for part in parts]
+            around = [self._bridge.take_whole] if self._bridge is not None else []
+            return _chained([*around, *(part.take_whole for part in parts)])
+        edits: list[Edit] = [MessageStream().take_events] if self._bridge is not None else []
+        edits += [part.take_events for part in parts]
         return _chained([*edits, *([without_usage_events] if self._drops_usage else [])])
 
     def _hides_params(self, answer: Answer) -> bool:
@@ -673,7 +695,7 @@ class _Exchange:
             "content-type": "application/json",
             "content-length": str(len(body)),
         }
-        self._end(answer.status, UsageReader(), forward)
+        self._end(answer.status, forward, UsageReader())
         self._client.start(answer.status, response_headers(answer.raw_headers, ours))
         self._client.finish(body)
 
@@ -717,8 +739,10 @@ class _Exchange:
         self._finish(Outcome.BROKEN_OFF)
         self._count(status)
 
-    def _end(self, status: int, usage: UsageReader, forward: Forward) -> None:
-        """The engine's answer is complete."""
+    def _end(self, status: int, forward: Forward, usage: UsageReader) -> None:
+        """The engine's answer is complete. The second time, after a stream's end mark, it is known."""
+        if self._is_counted:
+            return
         cached_tokens, computing = usage.cached_tokens(), forward.holder
         handoff, decision = self._handoff, forward.decision
         if handoff is not None and handoff.is_handed_over and decision.prefill is not None:
@@ -744,6 +768,7 @@ class _Exchange:
 
     def _count(self, status: int) -> None:
         metrics = self._path.metrics
+        self._is_counted = True
         metrics.requests.add(1, self._route.template, self._model_label, str(status))
         metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
 

@@ -62,6 +62,16 @@ class Links:
         self._settings = settings
         links = [_open(instance, settings) for instance in settings.instances]
         self._links = {link.id: link for link in links}
+        self._without_messages: set[InstanceId] = set()
+
+    def note_messages(self, instance_id: InstanceId, has_messages: bool) -> None:
+        """Note whether an instance serves `/v1/messages`."""
+        change = self._without_messages.discard if has_messages else self._without_messages.add
+        change(instance_id)
+
+    def has_messages(self, instance_id: InstanceId) -> bool:
+        """Tell whether an instance serves `/v1/messages`, as far as is known."""
+        return instance_id not in self._without_messages
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links.values())
@@ -83,6 +93,7 @@ class Links:
 
     def remove(self, instance_id: InstanceId) -> Link:
         """Return the link of an instance that is here no more, to be closed."""
+        self._without_messages.discard(instance_id)
         return self._links.pop(instance_id)
 
     async def close(self) -> None:

@@ -172,6 +172,7 @@ class Monitor:
         description = await describe(watch.link)
         await self._learn_models(watch, description)
         watch.described_at = self._clock()
+        self._links.note_messages(watch.link.id, description.has_messages)
         self._driver.handle(InstanceDescribed(watch.link.id, description.facts))
         self.cached_by_source[watch.link.id] = description.cached_by_source
         self._describe_to_pool(watch, description)

@@ -23,6 +23,7 @@ from moongate.engine_plugins.vllm_render import (
     ModelRenderer,
     PromptRefused,
     PromptUnsupported,
+    TemplateManners,
 )
 from moongate.gateway.body import Body
 from moongate.gateway.engine_api import EngineApi, EngineCallFailed
@@ -245,6 +246,11 @@ class PromptPipeline:
         """Tell whether an instance is known to take token ids in place of a chat's text."""
         return api in self._takers
 
+    def manners(self, model: str) -> TemplateManners | None:
+        """Return the manners of a model's templates, None where they aren't known here."""
+        known = self._models.get(model)
+        return known.loaded.manners if known is not None and known.loaded is not None else None
+
     def is_repeatable(self, model: str) -> bool:
         """Tell whether the model's template renders the same at any time and place."""
         known = self._models.get(model)
@@ -281,8 +287,7 @@ class PromptPipeline:
                 return self._read_given_ids(route, body)
             if self._mode == "off":
                 return ReadPrompt(_text_prompt(read_text(route, body), body))
-            manners = known.loaded.manners if known.loaded is not None else None
-            fields = prompt_fields(route, body.fields, manners)
+            fields = prompt_fields(route, body.fields, self.manners(body.model))
             form = form_of(fields)
             renderer = known.renderer_for(form)
             if renderer is not None:

@@ -113,13 +113,21 @@ async def _relay_edited(opened: Opened, edit: Edit, *, hides_params: bool) -> Re
 
 
 async def relay_events(
-    opened: Opened, client: ClientRequest, *, edit: Edit | None = None
+    opened: Opened,
+    client: ClientRequest,
+    on_end: Callable[[UsageReader], None],
+    *,
+    edit: Edit | None = None,
 ) -> Relayed:
-    """Pass whole events on as they come. `edit`: what is done to them."""
+    """Pass whole events on as they come. `edit`: what is done to them.
+
+    `on_end` is called with the event that ends the stream, before it is passed on: a client may leave as
+    soon as it has it.
+    """
     answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
     try:
         async with asyncio.timeout(None) as limit:
-            take = _event_taker(client, splitter, usage, limit, edit)
+            take = _event_taker(client, splitter, usage, limit, edit, on_end)
             take(opened.first)
             await answer.relay(take)
     except TimeoutError:
@@ -136,6 +144,7 @@ def _event_taker(
     usage: UsageReader,
     limit: asyncio.Timeout,
     edit: Edit | None,
+    on_end: Callable[[UsageReader], None],
 ) -> Callable[[bytes], None]:
     """Return what is done with each piece of a stream, as it comes."""
     loop = asyncio.get_running_loop()
@@ -147,6 +156,7 @@ def _event_taker(
         usage.feed(events)
         if limit.when() is None and ends_stream(events):
             limit.reschedule(loop.time() + END_OF_STREAM_S)
+            on_end(usage)
         if edit is not None:
             events = edit(events)
         if events:

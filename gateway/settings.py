@@ -224,6 +224,8 @@ class InstanceSettings(_Section):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
     api_key_env: str | None = None  # variable with the engine's own key
     pool: bool | None = None  # whether its engine uses the pool; None: as it shows
+    # Whether it serves /v1/messages, or is asked by way of chats; auto: as it shows.
+    messages: Literal["auto", "native", "chat"] = "auto"
 
     @property
     def handoff(self) -> HandoffKind:
@@ -466,7 +468,6 @@ LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
     ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),
     ("observability", "otlp_endpoint"): (None,),
-    ("observability", "keep_text"): (False,),
 }
 """Keys of the contract that have one meaning only in this version: accepted with these values, which
 say what happens anyway, and refused with any other."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_metrics import counter
-from processes import BLOCK_TOKENS, PROJECT, EngineProcess, Serve
+from processes import BLOCK_TOKENS, PROJECT, Child, EngineProcess, Serve
 
 EnginePair = tuple[EngineProcess, EngineProcess]
 
@@ -55,11 +55,10 @@ def run_loop(name: str, url: str) -> list[tuple[int, int]]:
     return [(prompt, cached) for prompt, cached in json.loads(printed.splitlines()[-1])]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_an_agents_loop_stays_at_home(
-    name: str, engines: EnginePair, serve: Serve, capsys: pytest.CaptureFixture[str]
+def check_loop(
+    name: str, gateway: Child, engines: EnginePair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gateway = serve(engines)
+    """Run a loop and see that its session stays at home, with what was predicted."""
     for engine in engines:
         httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False)
     calls = run_loop(name, gateway.url)
@@ -79,6 +78,22 @@ def test_an_agents_loop_stays_at_home(
         assert max(homes) == sum(homes), "the session has one home"
         for (before, _), (_, cached) in itertools.pairwise(calls):
             assert cached >= before // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_agents_loop_stays_at_home(
+    name: str, engines: EnginePair, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_loop(name, serve(engines), engines, capsys)
+
+
+def test_messages_by_way_of_chats_stay_at_home_too(
+    engines: EnginePair, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instances = [
+        {"id": "ab"[n], "url": engine.url, "messages": "chat"} for n, engine in enumerate(engines)
+    ]
+    check_loop("anthropic_messages", serve(engines, instances=instances), engines, capsys)
 
 
 EXAMPLES = sorted(

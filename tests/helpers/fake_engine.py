@@ -108,6 +108,7 @@ class FakeEngine:
         self.handler = handler
         self.received: list[Received] = []
         self.is_healthy = True
+        self.has_messages = True
         self.models: list[dict[str, Any]] = [{"id": model, "object": "model", "parent": None}]
         self.side_calls: dict[str, Handler] = {}
         self.port = 0
@@ -183,6 +184,8 @@ class FakeEngine:
             await request.answer(200 if self.is_healthy else 503, b"")
         elif path == "/v1/models":
             await request.answer(200, json.dumps({"data": self.models}).encode())
+        elif request.method == "GET" and path == "/v1/messages" and self.has_messages:
+            await request.answer(405, b'{"detail":"Method Not Allowed"}')
         elif request.method == "GET" or path == "/tokenize":
             await request.answer(404, b'{"detail":"Not Found"}')
         else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, Received
+from fake_engine import FakeEngine, Received, chat_answer, stream_event
 from live_gateway import LiveGateway, live_gateway, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -267,3 +267,79 @@ async def test_an_alias_is_renamed_both_ways_and_what_is_kept_has_it_too() -> No
             "/admin/explain", json={"model": "gpt", "input": "hi"}
         )
         assert explained.status_code == 200
+
+
+# --- messages, where an engine has none -----------------------------------------------------------
+
+MESSAGE = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_an_engine_without_messages_is_asked_by_way_of_chats() -> None:
+    async def answer(request: Received) -> None:
+        assert request.path == "/v1/chat/completions"
+        assert request.json()["messages"] == MESSAGE["messages"]
+        if not request.json().get("stream"):
+            await request.answer(200, chat_answer("yes", cached_tokens=4))
+            return
+        await request.start_stream()
+        await request.send_chunk(stream_event("ye"))
+        await request.send_chunk(stream_event("s") + b"data: [DONE]\n\n")
+        await request.send_chunk(b"")
+
+    async with FakeEngine(answer) as engine:
+        engine.has_messages = False
+        async with live_gateway([engine.url]) as gateway:
+            whole = await gateway.client.post("/v1/messages?beta=true", json=MESSAGE)
+            assert whole.json()["content"] == [{"type": "text", "text": "yes"}]
+            assert whole.json()["usage"]["cache_read_input_tokens"] == 4
+            assert await gateway.metric("moongate_delivered_cached_tokens_total") == 4
+            stream = await gateway.client.post("/v1/messages", json={**MESSAGE, "stream": True})
+            kinds = [line[7:] for line in stream.text.split("\n") if line.startswith("event: ")]
+            assert kinds == [
+                "message_start", "content_block_start", "content_block_delta",
+                "content_block_delta", "content_block_stop", "message_delta", "message_stop",
+            ]  # fmt: skip
+            assert gateway.inflight() == 0
+
+
+async def test_its_errors_and_refusals_have_the_messages_shape() -> None:
+    async def answer(request: Received) -> None:
+        await request.answer(400, b'{"error":{"message":"too long","type":"x","code":400}}')
+
+    async with FakeEngine(answer) as engine:
+        engine.has_messages = False
+        async with live_gateway([engine.url]) as gateway:
+            refused = await gateway.client.post("/v1/messages", json=MESSAGE)
+            assert refused.status_code == 400
+            assert refused.json()["error"] == {
+                "type": "invalid_request_error",
+                "message": "too long",
+            }
+            odd = {**MESSAGE, "messages": [{"role": "user", "content": [{"type": "video"}]}]}
+            ours = await gateway.client.post("/v1/messages", json=odd)
+            assert (ours.status_code, ours.json()["type"]) == (400, "error")
+            assert len(engine.received) == 1
+            assert gateway.inflight() == 0
+
+
+async def test_its_tokens_are_counted_by_tokenising() -> None:
+    async def tokenize(request: Received) -> None:
+        await request.answer(200, b'{"count":7,"max_model_len":99,"tokens":[1,2,3,4,5,6,7]}')
+
+    async with FakeEngine() as engine:
+        engine.has_messages = False
+        engine.side_calls["/tokenize"] = tokenize
+        async with live_gateway([engine.url]) as gateway:
+            body = {"model": "m", "messages": MESSAGE["messages"]}
+            counted = await gateway.client.post("/v1/messages/count_tokens", json=body)
+            assert counted.json() == {"input_tokens": 7}
+
+
+@pytest.mark.parametrize("way", ["native", "chat"])
+async def test_an_operator_can_say_which_way(way: str) -> None:
+    async with FakeEngine() as engine:
+        settings: dict[str, Any] = {"instances": [{"id": "a", "url": engine.url, "messages": way}]}
+        async with live_gateway([], **settings) as gateway:
+            await gateway.client.post("/v1/messages", json=MESSAGE)
+            paths = [request.path for request in engine.received]
+            assert paths == ["/v1/messages" if way == "native" else "/v1/chat/completions"]

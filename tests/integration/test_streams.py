@@ -250,3 +250,43 @@ async def test_c12_a_long_last_event_arrives_whole_however_slowly(
     async with FakeEngine(slowly) as engine, live_gateway([engine.url]) as gateway:
         body = {"model": "m", "input": "x", "stream": True}
         assert (await gateway.client.post("/v1/responses", json=body)).content == event
+
+
+async def test_a_client_that_leaves_with_the_end_mark_had_a_whole_answer() -> None:
+    """Client libraries close a stream as soon as they have read its end."""
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 7},
+    }
+    counted = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(stream_event("a") + counted + b"data: [DONE]\n\n")
+        await request.client_left.wait()
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            async for piece in stream.aiter_raw():
+                if b"[DONE]" in piece:
+                    break
+        assert gateway.inflight() == 0
+        assert await gateway.metric("moongate_delivered_cached_tokens_total") == 7
+        assert await gateway.metric("moongate_requests_total", code="200") == 1
+        assert await gateway.metric("moongate_requests_total", code="499") == 0
+        assert await gateway.metric("moongate_broken_off_total") == 0
+
+
+async def test_an_engine_that_breaks_off_behind_the_end_mark_has_said_all() -> None:
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(stream_event("a") + b"data: [DONE]\n\n")
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        received = await gateway.chat(stream=True)
+        assert received.content == stream_event("a") + b"data: [DONE]\n\n"
+        assert await gateway.metric("moongate_broken_off_total") == 0

@@ -14,7 +14,8 @@ TEXT = {"type": "text", "text": "a"}
 HEADER = {"type": "text", "text": "x-anthropic-billing-header: cch=1"}
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": 1}}
 CHAT_CALL = {"id": "t", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}
 
 
 def messages_of(
@@ -92,11 +93,14 @@ def test_images_and_references_in_results_are_messages_of_their_own() -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": content}
     assert messages_of(user(result, IMAGE)) == [
         {"role": "tool", "tool_call_id": "t", "content": "a"},
-        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": [CHAT_IMAGE]},
         {"role": "tool", "tool_call_id": "t", "content": [{"type": "tool_reference", "name": "g"}]},
-        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": [CHAT_IMAGE]},
     ]
     assert messages_of(user({"type": "image"})) == []
+    linked = {"type": "image", "source": {"type": "url", "url": "http://h/x.png"}}
+    (message,) = messages_of(user(linked))
+    assert message["content"][0]["image_url"] == {"url": "http://h/x.png"}
 
 
 def test_a_result_of_the_assistant_is_told_as_text() -> None:
@@ -175,6 +179,7 @@ def test_what_only_the_engine_can_tell_is_left_to_it(fields: dict[str, Any], rea
         {"messages": [user({"type": "video"})]},
         {"messages": [user({"type": "tool_result", "content": [{"type": "text", "text": 3}]})]},
         {"system": 3},
+        {"messages": [user({"type": "image", "source": "x"})]},
         {"tools": 3},
         {"tools": [3]},
         {"tools": [{"name": "f"}]},

@@ -61,6 +61,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "url": "http://127.0.0.1:8102",
         "role": "both",
         "pool": None,
+        "messages": "auto",
         "kv_connector": "auto",
         "bootstrap_url": None,
         "kv_events": "tcp://127.0.0.1:5602",
@@ -278,7 +279,7 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
             (
                 "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, "
                 "bootstrap_url, id, "
-                "kv_connector, kv_events, kv_replay, models, pool, ranks, role, url, weight"
+                "kv_connector, kv_events, kv_replay, messages, models, pool, ranks, role, url, weight"
             ),
         ),
     ],
@@ -378,10 +379,6 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
     ("section", "problem"),
     [
         ("state: {kind: redis}", "state.kind: this version supports memory only: 'redis'"),
-        (
-            "observability: {keep_text: true}",
-            "observability.keep_text: this version supports false only: True",
-        ),
         (
             "observability: {stream_usge: asked}",
             (
