@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from moongate.gateway.errors import GatewayError
+from moongate.gateway.background import Background
 from moongate.gateway.response_turns import NO_TENANT, ResponseTurns
 
 JSON = "application/json"
 
 
-def make_response_routes(turns: ResponseTurns) -> APIRouter:
+def make_response_routes(turns: ResponseTurns, background: Background) -> APIRouter:
     """Return the routes of one gateway's stored responses."""
     routes = APIRouter()
 
@@ -28,10 +28,7 @@ def make_response_routes(turns: ResponseTurns) -> APIRouter:
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
-        """Refuse: only what runs in the background can be cancelled; a client just closes the others."""
-        turns.find(response_id, "response_id")
-        raise GatewayError(
-            400, "Cannot cancel a synchronous response.", "invalid_request", "response_id"
-        )
+        """End what runs in the background; a client just closes the others."""
+        return Response(background.cancel(response_id), media_type=JSON)
 
     return routes

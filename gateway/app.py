@@ -127,7 +127,7 @@ class Gateway:
             settings, driver, self._monitor, metrics, self.readiness, self._roster, self._pooling,
         )  # fmt: skip
         self._admin.include_router(make_instance_routes(self._roster))
-        self._admin.include_router(make_response_routes(turns))
+        self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(
             make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
         )

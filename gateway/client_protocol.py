@@ -17,7 +17,7 @@ conformance tests would notice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
@@ -28,13 +28,12 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from moongate.gateway.client import RawHeaders
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import PROXIED, Route
 
 if TYPE_CHECKING:
     from moongate.gateway.app import Gateway
-
-RawHeaders = Sequence[tuple[bytes, bytes]]
 
 DISCARD_S = 1.0
 """How long what a client still sends is read and discarded after it was refused: closed at once, its

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from moongate.gateway.aliases import Aliases, Renaming
+from moongate.gateway.background import Background
 from moongate.gateway.body import (
     Body,
     find_session_key,
@@ -24,7 +25,7 @@ from moongate.gateway.body import (
     without_key,
 )
 from moongate.gateway.bootstrap import Bootstraps
-from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.client import Client
 from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, stream_error_events
@@ -137,6 +138,7 @@ class HotPath:
         seeding: Seeding | None = None,
     ) -> None:
         self.turns = turns
+        self.background = Background(turns, self.answer)
         self.divergences = divergences
         self.pooling = pooling
         self.seeding = seeding
@@ -160,6 +162,7 @@ class HotPath:
         for task in self._adopted:
             task.cancel()
         await asyncio.gather(*self._adopted, return_exceptions=True)
+        await self.background.close()
         await self.bootstraps.close()
 
     @property
@@ -178,15 +181,15 @@ class HotPath:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a bug of ours", exc_info=task.exception())
 
-    async def answer(self, client: ClientRequest) -> None:
+    async def answer(self, client: Client) -> None:
         """Answer a request whose body is complete."""
         await self._exchange(client).run()
 
-    def refuse(self, client: ClientRequest, error: GatewayError) -> None:
+    def refuse(self, client: Client, error: GatewayError) -> None:
         """Answer a request that is refused before its body is read."""
         self._exchange(client).refuse(error)
 
-    def _exchange(self, client: ClientRequest) -> _Exchange:
+    def _exchange(self, client: Client) -> _Exchange:
         self._requests += 1
         return _Exchange(self, client, RequestId(str(self._requests)))
 
@@ -194,7 +197,7 @@ class HotPath:
 class _Exchange:
     """One request from its body to the end of its answer."""
 
-    def __init__(self, path: HotPath, client: ClientRequest, request_id: RequestId) -> None:
+    def __init__(self, path: HotPath, client: Client, request_id: RequestId) -> None:
         self._path = path
         self._client = client
         self._route = client.route
@@ -224,7 +227,12 @@ class _Exchange:
         """Parse, route, relay. A cancellation means that the client has left."""
         try:
             self._check_method()
-            body = self._body = self._begin_turn(self._parse(self._client.take_body()))
+            raw = self._client.take_body()
+            parsed = self._parse(raw)
+            if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
+                self._answer_later(raw, parsed)
+                return
+            body = self._body = self._begin_turn(parsed)
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
@@ -277,6 +285,24 @@ class _Exchange:
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
+
+    def _answer_later(self, raw: bytes, body: Body) -> None:
+        """Tell the client what to ask for, and compute it meanwhile. Raises: GatewayError."""
+        self._model_label = self._find_model(body)
+        told = self._path.background.begin(self._client, raw, body)
+        self._answer_with(200, told, {})
+
+    def _answer_with(self, status: int, body: bytes, extra: Mapping[str, str]) -> None:
+        """Answer by ourselves, in JSON."""
+        self._count(status)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": self._client_id,
+            **extra,
+        }
+        self._client.start(status, response_headers((), headers))
+        self._client.finish(body)
 
     def _begin_turn(self, body: Body) -> Body:
         """Return the body with all that it continues. Raises: GatewayError (404)."""
@@ -701,18 +727,9 @@ class _Exchange:
 
     def refuse(self, error: GatewayError) -> None:
         """Answer with an error of the gateway's own."""
-        self._count(error.status)
         if error.code in SHED_CODES:
             self._path.metrics.rejected.add(1, error.code)
-        body = error.body(self._route.family)
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": self._client_id,
-            **error.headers,
-        }
-        self._client.start(error.status, response_headers((), headers))
-        self._client.finish(body)
+        self._answer_with(error.status, error.body(self._route.family), error.headers)
 
     def _our_headers(self, forward: Forward) -> dict[str, str]:
         headers = {"x-request-id": self._client_id}

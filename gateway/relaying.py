@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.client import Client
 from moongate.gateway.errors import error_body
 from moongate.gateway.handing_over import Opened
 from moongate.gateway.routes import ApiFamily
@@ -65,7 +65,7 @@ Edit = Callable[[bytes], bytes]
 
 
 async def relay_body(
-    opened: Opened, client: ClientRequest, *, hides_params: bool, edit: Edit | None = None
+    opened: Opened, client: Client, *, hides_params: bool, edit: Edit | None = None
 ) -> Relayed:
     """Pass a body on. `hides_params`: without what it says to KV connectors. `edit`: as a whole."""
     answer, last, usage = opened.answer, opened.first, UsageReader()
@@ -114,7 +114,7 @@ async def _relay_edited(opened: Opened, edit: Edit, *, hides_params: bool) -> Re
 
 async def relay_events(
     opened: Opened,
-    client: ClientRequest,
+    client: Client,
     on_end: Callable[[UsageReader], None],
     *,
     edit: Edit | None = None,
@@ -139,7 +139,7 @@ async def relay_events(
 
 
 def _event_taker(
-    client: ClientRequest,
+    client: Client,
     splitter: EventSplitter,
     usage: UsageReader,
     limit: asyncio.Timeout,

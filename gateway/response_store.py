@@ -24,6 +24,7 @@ class StoredResponse:
     input_items: bytes
     output_items: bytes
     response: bytes  # the object, as its client got it
+    is_running: bool = False  # in the background; nothing can continue it yet
     used_at: float = 0.0
     _uses: int = field(default=0, init=False)  # by the store, and by responses that continue it
 

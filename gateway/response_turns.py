@@ -8,15 +8,19 @@ client can see their end. See decision 15.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
+import orjson
 
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.routes import Route
+
+RUNNING = ("queued", "in_progress")
+"""States of a response that isn't complete."""
 
 NO_TENANT = ""
 """Whose everything is, as long as nobody is told apart."""
@@ -47,6 +51,9 @@ class ResponseTurns:
             items = _own_items(body) if keeps and previous_id is None else None
             return ResponseTurn(self, body, items, None)
         previous = self.find(previous_id, "previous_response_id")
+        if not previous.output_items and previous.is_running:
+            message = f"Response with id {previous_id[:200]!r} is still in progress."
+            raise GatewayError(400, message, "invalid_request", "previous_response_id")
         items = _own_items(body)
         if items is None:
             message = "input: expected a text or a list of items, in strict JSON"
@@ -72,6 +79,22 @@ class ResponseTurns:
         )
         self.store.put(stored, self._clock())
 
+    def put(
+        self,
+        response: Mapping[str, Any],
+        input_items: bytes,
+        previous: StoredResponse | None,
+    ) -> bytes:
+        """Keep a response of the gateway's own making; return it as its client gets it."""
+        text = orjson.dumps(response)
+        output = orjson.dumps(response["output"])[1:-1]
+        is_running = response["status"] in RUNNING
+        stored = StoredResponse(
+            NO_TENANT, response["id"], previous, input_items, output, text, is_running=is_running
+        )
+        self.store.put(stored, self._clock())
+        return text
+
 
 class ResponseTurn:
     """One turn: `body` is what engines get; its answer passes through here."""
@@ -85,14 +108,14 @@ class ResponseTurn:
     ) -> None:
         """`own_items`: what this turn adds to the conversation. None: its answer isn't kept."""
         self.body = body
+        self.own_items = own_items
+        self.previous = previous
         self._turns = turns
-        self._own_items = own_items
-        self._previous = previous
 
     @property
     def is_plain(self) -> bool:
         """Tell whether its answer passes as it is, and isn't kept."""
-        return self._own_items is None and self._previous is None
+        return self.own_items is None and self.previous is None
 
     def take_events(self, events: bytes) -> bytes:
         """Return whole events as the client gets them; keep the response that they end with."""
@@ -113,9 +136,9 @@ class ResponseTurn:
 
         Quotes inside of a string are escaped, so a model's words can't be taken for it.
         """
-        if self._previous is None or b'"previous_response_id"' not in text:
+        if self.previous is None or b'"previous_response_id"' not in text:
             return text
-        name = msgspec.json.encode(self._previous.id)
+        name = msgspec.json.encode(self.previous.id)
         return _NO_PREVIOUS.sub(lambda found: found[1] + name, text)
 
     def _keep_event(self, data: bytes) -> None:
@@ -126,8 +149,8 @@ class ResponseTurn:
         self._keep(response)
 
     def _keep(self, response: bytes) -> None:
-        if self._own_items is not None:
-            self._turns.keep(response, self._own_items, self._previous)
+        if self.own_items is not None:
+            self._turns.keep(response, self.own_items, self.previous)
 
 
 class _Read(NamedTuple):

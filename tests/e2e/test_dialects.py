@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import EngineProcess
+from engine_metrics import counter
+from processes import EngineProcess, Serve
 from request_bodies import MESSAGES, RESPONSES
 
 from moongate.engine_plugins.vllm_messages import messages_as_chat
@@ -47,3 +48,52 @@ def test_messages_have_the_engines_own_token_ids(
     body = {"max_tokens": 1, **MESSAGES[name]}
     theirs = rendered(engines[0], "/v1/messages", body)
     assert renderer.chat_token_ids(messages_as_chat(body, renderer.manners)) == theirs
+
+
+TEXT = "def f(self): return lambda x: not x\n" * 500  # about 6,000 tokens
+
+AGENT_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "input as a text": ("/v1/responses", {"input": TEXT}),
+    "input as a list": ("/v1/responses", {"input": [{"role": "user", "content": TEXT}]}),
+    "instructions": ("/v1/responses", {"input": "x", "instructions": TEXT}),
+    "system blocks": (
+        "/v1/messages",
+        {
+            "system": [{"type": "text", "text": TEXT}],
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGENT_BODIES)
+def test_c40_the_same_body_again_goes_where_its_prefix_is(
+    name: str, engines: EnginePair, serve: Serve
+) -> None:
+    path, body = AGENT_BODIES[name]
+    gateway = serve(engines)
+    for engine in engines:
+        httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False)
+    limit = {"max_output_tokens": 1} if path == "/v1/responses" else {}
+    with httpx.Client(base_url=gateway.url, timeout=60.0, trust_env=False) as client:
+        first, second = (
+            client.post(path, json={"model": "tiny", **limit, **body}) for _ in range(2)
+        )
+    assert (first.status_code, second.status_code) == (200, 200), second.text
+    assert second.headers["x-moongate-reason"] == "device_prefix"
+    assert second.headers["x-moongate-instance"] == first.headers["x-moongate-instance"]
+    assert int(second.headers["x-moongate-device-tokens"]) > 5_000
+    assert counter(gateway.url, "moongate_route_fallback_total") == 0
+
+
+def test_c40_a_prompt_that_can_not_be_read_is_counted(engines: EnginePair, serve: Serve) -> None:
+    gateway = serve(engines)
+    tools = [{"type": "custom", "name": "free", "description": "d"}]
+    answer = httpx.post(
+        f"{gateway.url}/v1/responses",
+        json={"model": "tiny", "input": "x", "tools": tools, "max_output_tokens": 1},
+        timeout=60.0, trust_env=False,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert counter(gateway.url, "moongate_route_fallback_total", reason="custom_tool") == 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from processes import EngineProcess, Serve
 
@@ -76,3 +79,37 @@ def test_errors_come_as_the_clients_own_exceptions(client: openai.OpenAI) -> Non
 
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=[])
+
+
+def test_responses_in_the_background_structured_and_cancelled(client: openai.OpenAI) -> None:
+    queued = client.responses.create(
+        model="tiny", input="x", background=True, max_output_tokens=8, temperature=0
+    )
+    assert queued.status == "queued"
+    deadline = time.monotonic() + 30.0
+    while (told := client.responses.retrieve(queued.id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert told.status == "incomplete"  # at its limit
+    again = client.responses.create(model="tiny", input="x", max_output_tokens=8, temperature=0)
+    assert told.output_text == again.output_text
+
+    long = client.responses.create(
+        model="tiny", input="x", background=True, max_output_tokens=8000, temperature=0
+    )
+    assert client.responses.cancel(long.id).status == "cancelled"
+    assert client.responses.retrieve(long.id).status == "cancelled"
+
+    class Answer(pydantic.BaseModel):
+        place: Literal["here", "there"]
+
+    parsed = client.responses.parse(
+        model="tiny", input="x", text_format=Answer, max_output_tokens=40, temperature=0
+    )
+    assert parsed.output_parsed is not None
+    assert parsed.output_parsed.place in ("here", "there")
+    chat = client.chat.completions.parse(
+        model="tiny", messages=[{"role": "user", "content": "x"}], response_format=Answer,
+        max_tokens=40, temperature=0,
+    )  # fmt: skip
+    assert chat.choices[0].message.parsed is not None

@@ -343,3 +343,93 @@ async def test_an_operator_can_say_which_way(way: str) -> None:
             await gateway.client.post("/v1/messages", json=MESSAGE)
             paths = [request.path for request in engine.received]
             assert paths == ["/v1/messages" if way == "native" else "/v1/chat/completions"]
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_streams", [False, True])
+async def test_c111_a_chain_of_responses_needs_no_owner(first_streams: bool) -> None:
+    """Each engine knows its own ids only, and none is ever asked for another's."""
+    numbers = iter(range(1, 99))
+
+    async def answer(request: Received) -> None:
+        body = request.json()
+        assert "previous_response_id" not in body
+        number = next(numbers)
+        if body.get("stream"):
+            await request.start_stream()
+            completed = event("completed", 1).replace(b"resp_1", b"resp_%d" % number)
+            await request.send_chunk(event("created", 0).replace(b"resp_1", b"resp_%d" % number))
+            await request.send_chunk(completed)
+            await request.send_chunk(b"")
+        else:
+            await request.answer(200, response(number))
+
+    engines = [FakeEngine(answer) for _ in range(3)]
+    async with engines[0], engines[1], engines[2]:
+        urls = [engine.url for engine in engines]
+        async with live_gateway(urls, policy={"name": "round_robin"}) as gateway:
+            told = await ask(gateway, input="turn 1", stream=first_streams)
+            previous = "resp_1"
+            for turn in range(2, 6):
+                others = [ask(gateway, input="other load", store=False) for _ in range(2)]
+                told, *_ = await asyncio.gather(
+                    ask(gateway, input=f"turn {turn}", previous_response_id=previous), *others
+                )
+                assert told.json()["previous_response_id"] == previous
+                previous = told.json()["id"]
+                kept = await gateway.client.get(f"/v1/responses/{previous}")
+                assert kept.content == told.content
+            turns = [
+                b["input"]
+                for engine in engines
+                for b in engine.bodies
+                if b["input"] != "other load"
+            ]
+            assert sorted(len(items) for items in turns if isinstance(items, list)) == [3, 5, 7, 9]
+            assert sum(bool(engine.received) for engine in engines) == 3
+            cancelled = await gateway.client.post(f"/v1/responses/{previous}/cancel")
+            assert cancelled.status_code == 400
+
+
+PASSED_ON: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"model": "m", "prompt": "a"}),
+    ("/tokenize", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+    ("/detokenize", {"model": "m", "tokens": [1, 2]}),
+    ("/v1/embeddings", {"model": "m", "input": ["a", "b"]}),
+    ("/v1/embeddings", {"model": "m", "input": [[1, 2], [3]], "encoding_format": "base64"}),
+    ("/v1/rerank", {"model": "m", "query": "a", "documents": ["b", "c"]}),
+    ("/v1/score", {"model": "m", "text_1": "a", "text_2": ["b"]}),
+    ("/v1/completions", {"model": "m", "prompt": ["a", "b"]}),
+    ("/v1/completions", {"model": "m", "prompt": [[1, 2], [3]]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PASSED_ON)
+async def test_c115_what_engines_have_beside_chats_passes_as_it_is(
+    path: str, body: dict[str, Any]
+) -> None:
+    said = b'{ "odd":  [1.50, 1E2],"data":"AAAA" }'
+    asked = json.dumps(body).encode()
+
+    async def answer(request: Received) -> None:
+        assert (request.path, request.body) == (path, asked)
+        await request.answer(200, said)
+
+    async with FakeEngine(answer) as engine:
+        engine.side_calls["/tokenize"] = answer
+        async with live_gateway([engine.url], tokenizer={"mode": "off"}) as gateway:
+            answered = await gateway.client.post(path, content=asked)
+            assert (answered.status_code, answered.content) == (200, said)
+
+
+async def test_c115_what_is_not_served_is_refused_in_json() -> None:
+    async def answer(request: Received) -> None:
+        await request.answer(404, b'{"detail":"Not Found"}')
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        theirs = await gateway.client.post("/v1/rerank", json={"model": "m", "query": "a"})
+        assert (theirs.status_code, theirs.json()) == (404, {"detail": "Not Found"})
+        ours = await gateway.client.post("/v1/audio/speech", json={"model": "m"})
+        assert (ours.status_code, ours.json()["error"]["code"]) == (404, "not_found")
