@@ -169,7 +169,7 @@ def _image(source: object) -> dict[str, Any]:
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     if not block.get("id"):
-        raise PromptUnsupported("call_without_id")  # the engine makes one up
+        raise PromptUnsupported("call_without_id")  # the engine makes one up, of the time
     arguments = block.get("input") or {}
     function = {"name": block.get("name") or "", "arguments": arguments}
     return {"id": block["id"], "type": "function", "function": function}

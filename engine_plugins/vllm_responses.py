@@ -121,7 +121,10 @@ def _add_field(messages: list[Message], name: str, text: str) -> None:
 def _add_call(messages: list[Message], call: dict[str, Any]) -> None:
     last = messages[-1] if messages else None
     if last is not None and last["role"] == "assistant":
-        last["tool_calls"] = [*(last.get("tool_calls") or ()), call]
+        calls = last.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise PromptRefused("input: expected tool_calls to be a list")
+        last["tool_calls"] = [*calls, call]
     else:
         messages.append({"role": "assistant", "tool_calls": [call]})
 
@@ -177,7 +180,10 @@ def _functions(tools: list[Any]) -> Iterator[Mapping[str, Any]]:
         if kind == "function":
             yield _without_type(tool)
         elif kind == "namespace":
-            for inner in tool.get("tools") or ():
+            inner_tools = tool.get("tools") or []
+            if not isinstance(inner_tools, list):
+                raise PromptRefused("tools: expected a namespace's tools to be a list")
+            for inner in inner_tools:
                 if isinstance(inner, dict) and inner.get("type") == "function":
                     name = f"{tool.get('name')}{NAMESPACE_SEPARATOR}{inner.get('name')}"
                     yield {**_without_type(inner), "name": name}

@@ -39,7 +39,7 @@ _KEPT_WHOLE = frozenset(
 """Fields whose values matter to routing, however large."""
 
 _STAND_INS = {b"[": b"[0]", b"{": b"{}", b'"': b'"..."'}
-"""In an outline, for a large value by its first byte; numbers are never as large."""
+"""In an outline, for a large value by its first byte."""
 
 _UNIQUE_KEYS = ("model", "stream")
 _UNIQUE_KEY = re.compile(rb'"(?:model|stream)"')
@@ -114,7 +114,10 @@ def _outline(raw: bytes) -> bytes | None:
             return None  # given twice, spelled with escapes, or alike in a value before
         position = found.end() + len(text)
         if len(text) >= LARGE_VALUE_BYTES and name not in _KEPT_WHOLE:
-            parts += (raw[kept_to : found.end()], _STAND_INS[text[:1]])
+            stand_in = _STAND_INS.get(text[:1])
+            if stand_in is None:
+                return None  # a number of thousands of digits
+            parts += (raw[kept_to : found.end()], stand_in)
             kept_to = position
     return b"".join([*parts, raw[kept_to:]])
 

@@ -144,6 +144,8 @@ class Divergences:
         marks = {count: chain[count - 1] for count in range(step, len(chain) + 1, step)}
         marks[len(chain)] = chain[-1]
         outline = outline_of(fields, salt, self._texts)
+        if outline is None:
+            return None
         return _Turn(outline, space, marks, prompt.token_count)
 
     def _compare(

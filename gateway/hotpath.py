@@ -666,6 +666,10 @@ class _Exchange:
             if kind is AnswerKind.EVENTS:
                 end = functools.partial(self._end, answer.status, forward)
                 relayed = await relay_events(opened, client, end, edit=edit)
+                if self._bridge is not None and relayed.error is None and not self._is_counted:
+                    # What it became has no end either.
+                    error = UpstreamError("the stream ended without its end mark")
+                    relayed = relayed._replace(last=b"", error=error)
             else:
                 hides = self._hides_params(answer)
                 relayed = await relay_body(opened, client, hides_params=hides, edit=edit)
@@ -682,7 +686,7 @@ class _Exchange:
             family = self._route.family
             client.finish(
                 stream_error_events(
-                    message, "engine_disconnected", family, first=opened.first, last=seen
+                    message, "engine_disconnected", family, first=relayed.first, last=seen
                 )
             )
         else:

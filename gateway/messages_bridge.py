@@ -38,48 +38,86 @@ def chat_request(fields: Mapping[str, Any], manners: TemplateManners | None) -> 
     chat = _chat_of(fields, manners)
     request = {name: fields[name] for name in (*_SAME, *_PASSED) if fields.get(name) is not None}
     request |= {"messages": chat["messages"], "max_tokens": fields.get("max_tokens")}
-    for name in ("tools", "reasoning_effort"):
-        if chat.get(name) is not None:
-            request[name] = chat[name]
+    if chat.get("reasoning_effort") is not None:
+        request["reasoning_effort"] = chat["reasoning_effort"]
     if fields.get("stop_sequences"):
         request["stop"] = fields["stop_sequences"]
     if fields.get("stream"):
         request["stream_options"] = {"include_usage": True}
-    request |= _tool_choice(fields.get("tool_choice"))
+    if chat.get("tools"):
+        request |= {"tools": chat["tools"], **_tool_choice(fields.get("tool_choice"))}
+    thinking = fields.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "enabled":
+        request["thinking_token_budget"] = thinking.get("budget_tokens")
     config = fields.get("output_config")
     form = config.get("format") if isinstance(config, dict) else None
     if isinstance(form, dict) and form.get("schema") is not None:
         schema = {"name": "answer", "schema": form["schema"]}
         request["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return orjson.dumps(request)
+    return _dump(request)
 
 
 def tokenize_request(fields: Mapping[str, Any], manners: TemplateManners | None) -> bytes:
     """Return the request for the tokens of a message's prompt. Raises: GatewayError (400)."""
     chat = _chat_of(fields, manners)
     wanted = ("messages", "tools", "chat_template_kwargs")
-    return orjson.dumps(
+    return _dump(
         {"model": fields.get("model"), **{name: chat[name] for name in wanted if name in chat}}
     )
 
 
-def _chat_of(fields: Mapping[str, Any], manners: TemplateManners | None) -> dict[str, Any]:
+def _dump(value: object) -> bytes:
+    """Return JSON as Python's own module writes it: with all that a lenient body may have."""
     try:
-        chat = messages_as_chat(fields, manners or MERGING)
-    except RenderError as error:
-        raise GatewayError(400, str(error), "invalid_request") from error
-    return {**chat, "messages": [_with_texts(message) for message in chat["messages"]]}
+        return json.dumps(value, separators=(",", ":")).encode()
+    except RecursionError as error:
+        raise GatewayError(400, "the body is nested too deeply", "invalid_request") from error
+
+
+def _chat_of(fields: Mapping[str, Any], manners: TemplateManners | None) -> dict[str, Any]:
+    if fields.get("tools") == []:
+        fields = {name: value for name, value in fields.items() if name != "tools"}
+    try:
+        chat = messages_as_chat(_with_ids(fields), manners or MERGING)
+        messages = [_with_texts(message) for message in chat["messages"]]
+    except (RenderError, RecursionError) as error:
+        message = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise GatewayError(400, message, "invalid_request") from error
+    return {**chat, "messages": messages}
+
+
+def _with_ids(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a body in which each call has an id, which chats ask for."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return fields
+    return {**fields, "messages": [_with_call_ids(n, m) for n, m in enumerate(messages)]}
+
+
+def _with_call_ids(number: int, message: Any) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    blocks = [
+        {**block, "id": f"call_{number}_{place}"}
+        if isinstance(block, dict) and block.get("type") == "tool_use" and not block.get("id")
+        else block
+        for place, block in enumerate(content)
+    ]
+    return {**message, "content": blocks}
 
 
 def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its calls' arguments as texts, and something of content, as chats want it."""
-    if message.get("tool_calls"):
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]  # fmt: skip
-        return {"content": None, **message, "tool_calls": calls}
-    return {"content": "", **message}
+    if not message.get("tool_calls"):
+        return {"content": "", **message}
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append(
+            {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        )
+    return {"content": None, **message, "tool_calls": calls}
 
 
 def _tool_choice(choice: object) -> dict[str, Any]:
@@ -91,7 +129,7 @@ def _tool_choice(choice: object) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         told["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         told["tool_choice"] = _CHOICES[kind]
     return told
 
@@ -102,13 +140,17 @@ def _tool_choice(choice: object) -> dict[str, Any]:
 def message_of(answer: bytes) -> bytes:
     """Return a whole chat answer as a message; what is none stays as it is."""
     try:
-        value = orjson.loads(answer)
+        value = json.loads(answer)
         choice = value["choices"][0]
-        blocks = [*_blocks(choice["message"])]
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError):
+        blocks = [*_blocks(choice["message"])] or [{"type": "text", "text": ""}]
+        usage = usage_of(value.get("usage"))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return answer
-    uses_tool = any(block["type"] == "tool_use" for block in blocks)
-    reason, sequence = stop_of(choice.get("finish_reason"), choice.get("stop_reason"), uses_tool)
+    calls = choice["message"].get("tool_calls") or ()
+    last = calls[-1]["function"].get("arguments") if calls else None
+    reason, sequence = stop_of(
+        choice.get("finish_reason"), choice.get("stop_reason"), bool(calls), is_json(last)
+    )
     message = {
         "id": value.get("id"),
         "type": "message",
@@ -117,9 +159,9 @@ def message_of(answer: bytes) -> bytes:
         "model": value.get("model"),
         "stop_reason": reason,
         "stop_sequence": sequence,
-        "usage": usage_of(value.get("usage")),
+        "usage": usage,
     }
-    return orjson.dumps(message)
+    return _dump(message)
 
 
 def _blocks(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -141,17 +183,31 @@ def _blocks(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _input_of(arguments: object) -> dict[str, Any]:
     """Return a call's arguments, which a model may have written wrongly, as an object."""
     try:
-        value = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def stop_of(finish_reason: object, stop: object, uses_tool: bool) -> tuple[str | None, str | None]:
-    """Return why an answer ended, and by which of the client's own sequences."""
+def is_json(text: object) -> bool:
+    """Tell whether a call's arguments are complete."""
+    try:
+        json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(text, str)
+
+
+def stop_of(
+    finish_reason: object, stop: object, uses_tool: bool, is_call_complete: bool
+) -> tuple[str | None, str | None]:
+    """Return why an answer ended, and by which of the client's own sequences.
+
+    A call that a sequence cut short must not be run; one that is complete must.
+    """
     if finish_reason is None:
         return None, None
-    if finish_reason == "stop" and isinstance(stop, str):
+    if finish_reason == "stop" and isinstance(stop, str) and not is_call_complete:
         return "stop_sequence", stop
     if finish_reason != "length" and uses_tool:
         return "tool_use", None
@@ -164,10 +220,14 @@ def usage_of(usage: object) -> dict[str, int]:
     details = told.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     counted = {
-        "input_tokens": (told.get("prompt_tokens") or 0) - (cached or 0),
-        "output_tokens": told.get("completion_tokens") or 0,
+        "input_tokens": _whole(told.get("prompt_tokens")) - _whole(cached),
+        "output_tokens": _whole(told.get("completion_tokens")),
     }
-    return counted if cached is None else {**counted, "cache_read_input_tokens": cached}
+    return counted if cached is None else {**counted, "cache_read_input_tokens": _whole(cached)}
+
+
+def _whole(value: object) -> int:
+    return value if type(value) is int else 0
 
 
 def count_of(answer: bytes) -> bytes:

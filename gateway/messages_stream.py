@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from moongate.gateway.errors import error_body
-from moongate.gateway.messages_bridge import stop_of, usage_of
+from moongate.gateway.messages_bridge import is_json, stop_of, usage_of
 from moongate.gateway.routes import ApiFamily
 from moongate.gateway.sse import split_events
 
@@ -25,12 +25,24 @@ class MessageStream:
         self._open: str | None = None  # the kind of the block that is open, or the call's id
         self._index = -1
         self._uses_tool = False
+        self._arguments = ""  # of the last call
+        self._pending = ""  # text that came while a call was open, which comes behind it
+        self._has_failed = False
         self._stop: tuple[object, object] = (None, None)
         self._usage: object = None
 
     def take_events(self, events: bytes) -> bytes:
         whole, _ = split_events(events)
-        return b"".join(part for event in whole for part in self._take(event))
+        return b"".join(part for event in whole for part in self._take_safely(event))
+
+    def _take_safely(self, event: bytes) -> list[bytes]:
+        """Return what becomes of one event; of one that no chat has, nothing."""
+        if self._has_failed:
+            return []
+        try:
+            return [*self._take(event)]
+        except (TypeError, AttributeError, KeyError):
+            return []
 
     def _take(self, event: bytes) -> Iterator[bytes]:
         text = event.partition(b"data:")[2].strip()
@@ -45,6 +57,7 @@ class MessageStream:
             return
         if isinstance(chunk.get("error"), dict):
             message = str(chunk["error"].get("message"))
+            self._has_failed = True
             yield (
                 b"event: error\ndata: "
                 + error_body(message, 500, None, family=ApiFamily.ANTHROPIC)
@@ -73,17 +86,26 @@ class MessageStream:
         if reasoning:
             yield from self._ensure("thinking", {"type": "thinking", "thinking": ""})
             yield self._add({"type": "thinking_delta", "thinking": reasoning})
-        if delta.get("content"):
-            yield from self._ensure("text", {"type": "text", "text": ""})
-            yield self._add({"type": "text_delta", "text": delta["content"]})
+        if delta.get("content") and self._is_in_call:
+            self._pending += delta["content"]
+        elif delta.get("content"):
+            yield from self._text(delta["content"])
         for call in delta.get("tool_calls") or ():
             yield from self._call(call)
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._open is not None and self._open.startswith("call ")
+
+    def _text(self, text: str) -> Iterator[bytes]:
+        yield from self._ensure("text", {"type": "text", "text": ""})
+        yield self._add({"type": "text_delta", "text": text})
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
         function = call.get("function") or {}
         name = f"call {call.get('index')}"
         if self._open != name and function.get("name"):
-            self._uses_tool = True
+            self._uses_tool, self._arguments = True, ""
             block = {
                 "type": "tool_use",
                 "id": call.get("id"),
@@ -92,6 +114,7 @@ class MessageStream:
             }
             yield from self._ensure(name, block)
         if function.get("arguments") and self._open == name:
+            self._arguments += function["arguments"]
             yield self._add({"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _ensure(self, kind: str, block: Mapping[str, Any]) -> Iterator[bytes]:
@@ -99,6 +122,10 @@ class MessageStream:
         if self._open == kind:
             return
         yield from self._close()
+        if self._pending:
+            text, self._pending = self._pending, ""
+            yield from self._text(text)
+            yield from self._close()
         self._open = kind
         self._index += 1
         yield _event("content_block_start", index=self._index, content_block=block)
@@ -112,8 +139,14 @@ class MessageStream:
         return _event("content_block_delta", index=self._index, delta=delta)
 
     def _end(self) -> Iterator[bytes]:
+        if not self._has_started:
+            yield self._start({})
         yield from self._close()
-        reason, sequence = stop_of(*self._stop, self._uses_tool)
+        text, self._pending = self._pending, ""
+        if text:
+            yield from self._text(text)
+            yield from self._close()
+        reason, sequence = stop_of(*self._stop, self._uses_tool, is_json(self._arguments))
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield _event("message_delta", delta=delta, usage=usage_of(self._usage))
         yield _event("message_stop")

@@ -300,7 +300,7 @@ class PromptPipeline:
             reason = "budget"
         except PromptUnsupported as error:
             reason = error.reason
-        except PromptRefused:
+        except (PromptRefused, RecursionError):
             reason = "refused"  # the engine will say so better than we can
         except EngineCallFailed:
             reason = "tokenize_call"

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 ERROR_TEXT_BYTES_MAX = 65_536
 """An engine's plain-text error is wrapped into JSON up to this length."""
 
+EDITED_BYTES_MAX = 1 << 26
+"""An event that may have to be changed is gathered up to this length; most are short."""
+
 END_OF_STREAM_S = 1.0
 """After a stream's end mark the engine closes it; one that doesn't is closed by us."""
 
@@ -48,6 +51,7 @@ class Relayed(NamedTuple):
     usage: UsageReader
     last: bytes = b""
     error: UpstreamError | None = None
+    first: bytes = b""  # the first events that were passed on
 
 
 def kind_of(answer: Answer) -> AnswerKind:
@@ -104,7 +108,7 @@ async def _relay_edited(opened: Opened, edit: Edit, *, hides_params: bool) -> Re
         while piece := await opened.answer.read():
             pieces.append(piece)
     except UpstreamError as error:
-        return Relayed(usage, b"".join(pieces), error)
+        return Relayed(usage, b"", error)  # half of it can't be edited, and is of no use
     body = b"".join(pieces)
     usage.feed(body)
     if hides_params and not tells_nothing(body):
@@ -124,18 +128,20 @@ async def relay_events(
     `on_end` is called with the event that ends the stream, before it is passed on: a client may leave as
     soon as it has it.
     """
-    answer, splitter, usage = opened.answer, EventSplitter(), UsageReader()
+    answer, usage = opened.answer, UsageReader()
+    splitter = EventSplitter(EDITED_BYTES_MAX) if edit is not None else EventSplitter()
+    first: list[bytes] = []
     try:
         async with asyncio.timeout(None) as limit:
-            take = _event_taker(client, splitter, usage, limit, edit, on_end)
+            take = _event_taker(client, splitter, usage, limit, edit, on_end, first)
             take(opened.first)
             await answer.relay(take)
     except TimeoutError:
         logger.info("an engine left its ended stream open")
     except UpstreamError as error:
-        return Relayed(usage, error=error)
+        return Relayed(usage, error=error, first=b"".join(first))
     usage.feed(splitter.held)
-    return Relayed(usage, splitter.held)
+    return Relayed(usage, splitter.held, first=b"".join(first))
 
 
 def _event_taker(
@@ -145,6 +151,7 @@ def _event_taker(
     limit: asyncio.Timeout,
     edit: Edit | None,
     on_end: Callable[[UsageReader], None],
+    first: list[bytes],
 ) -> Callable[[bytes], None]:
     """Return what is done with each piece of a stream, as it comes."""
     loop = asyncio.get_running_loop()
@@ -160,6 +167,8 @@ def _event_taker(
         if edit is not None:
             events = edit(events)
         if events:
+            if not first:
+                first.append(events)
             client.write(events)
 
     return take

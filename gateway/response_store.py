@@ -77,9 +77,11 @@ class ResponseStore:
         return found
 
     def put(self, response: StoredResponse, now: float) -> None:
-        """Keep a response, in place of one with the same id."""
+        """Keep a response, in place of one with the same id; none that is too long with those before it."""
         self._expire(now)
         self.remove(response.tenant, response.id)
+        if sum(one.size_bytes for one in response.line()) > self._bytes_max:
+            return  # all others would go for it, and then itself
         response.used_at = now
         self._responses[response.tenant, response.id] = response
         self._hold(response)

@@ -16,6 +16,7 @@ import orjson
 
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.json_edits import with_field, with_objects
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.routes import Route
 
@@ -29,7 +30,6 @@ _read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _FINAL = re.compile(
     rb"^event: ?response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*)$", re.MULTILINE
 )
-_NO_PREVIOUS = re.compile(rb'("previous_response_id"\s*:\s*)null')
 
 
 class ResponseTurns:
@@ -119,7 +119,8 @@ class ResponseTurn:
 
     def take_events(self, events: bytes) -> bytes:
         """Return whole events as the client gets them; keep the response that they end with."""
-        events = self._with_previous(events)
+        if self.previous is not None:
+            events = with_objects(events, "response", "previous_response_id", self._with_previous)
         final = _FINAL.search(events) if b"event: response." in events else None
         if final is not None:
             self._keep_event(final[1])
@@ -127,19 +128,18 @@ class ResponseTurn:
 
     def take_whole(self, answer: bytes) -> bytes:
         """Return a whole answer as the client gets it, and keep it."""
-        answer = self._with_previous(answer)
+        if self.previous is not None:
+            answer = self._with_previous(answer)
         self._keep(answer)
         return answer
 
-    def _with_previous(self, text: bytes) -> bytes:
-        """Say again which response this one continues: the engine was not told.
-
-        Quotes inside of a string are escaped, so a model's words can't be taken for it.
-        """
-        if self.previous is None or b'"previous_response_id"' not in text:
-            return text
+    def _with_previous(self, response: bytes) -> bytes:
+        """Return a response object that says again which one it continues: the engine was not told."""
+        assert self.previous is not None
         name = msgspec.json.encode(self.previous.id)
-        return _NO_PREVIOUS.sub(lambda found: found[1] + name, text)
+        return with_field(
+            response, "previous_response_id", lambda old: name if old == b"null" else old
+        )
 
     def _keep_event(self, data: bytes) -> None:
         try:
@@ -159,14 +159,16 @@ class _Read(NamedTuple):
 
 
 def _read_response(response: bytes) -> _Read | None:
-    """Return what has to be known of a response object. None: it is none."""
+    """Return what has to be known of a complete response object. None: it is none."""
     try:
         fields = _read_top_level(response)
         response_id = msgspec.json.decode(fields["id"], type=str)
+        status = msgspec.json.decode(fields.get("status", msgspec.Raw(b"null")))
         output = _items_of(bytes(fields["output"]))
     except (msgspec.MsgspecError, KeyError, RecursionError):
         return None
-    return _Read(response_id, output) if response_id and output is not None else None
+    is_complete = response_id and output is not None and status not in RUNNING
+    return _Read(response_id, output or b"") if is_complete else None
 
 
 def _own_items(body: Body) -> bytes | None:

@@ -26,8 +26,9 @@ same words, but inside of JSON, so never at a line's beginning."""
 class EventSplitter:
     """Give it bytes as they come; it returns those that complete events."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_bytes_max: int = HELD_BYTES_MAX) -> None:
         self._held = b""
+        self._held_bytes_max = held_bytes_max
 
     @property
     def held(self) -> bytes:
@@ -40,7 +41,7 @@ class EventSplitter:
             return chunk  # whole events, as engines mostly send them
         data = self._held + chunk if self._held else chunk
         end = _last_boundary(data)
-        if end == len(data) or len(data) - end > HELD_BYTES_MAX:
+        if end == len(data) or len(data) - end > self._held_bytes_max:
             self._held = b""
             return data
         self._held = data[end:]

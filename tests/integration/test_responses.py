@@ -433,3 +433,112 @@ async def test_c115_what_is_not_served_is_refused_in_json() -> None:
         assert (theirs.status_code, theirs.json()) == (404, {"detail": "Not Found"})
         ours = await gateway.client.post("/v1/audio/speech", json={"model": "m"})
         assert (ours.status_code, ours.json()["error"]["code"]) == (404, "not_found")
+
+
+# --- found by a review ----------------------------------------------------------------------------
+
+
+async def test_a_final_event_of_megabytes_is_kept() -> None:
+    long = [{**OUTPUT, "content": [{"type": "output_text", "text": "x" * 3_000_000}]}]
+    final = event("completed", 1, output=long)
+
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        for start in range(0, len(final), 65_536):
+            await request.send_chunk(final[start : start + 65_536])
+        await request.send_chunk(b"")
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        told = await ask(gateway, input="hi", stream=True)
+        assert told.content == final
+        assert (await gateway.client.get("/v1/responses/resp_1")).content == response(
+            1, output=long
+        )
+
+
+async def test_a_response_that_breaks_off_has_the_names_its_client_knows() -> None:
+    created = event("created", 0, output=[], status="in_progress", model="m")
+
+    async def answer(request: Received) -> None:
+        if not request.json().get("stream"):
+            await request.answer(200, response(1, model="m"))
+            return
+        await request.start_stream()
+        await request.send_chunk(created[:40])
+        await asyncio.sleep(0.02)
+        await request.send_chunk(created[40:])
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    async with (
+        FakeEngine(answer) as engine,
+        live_gateway([engine.url], models={"aliases": {"gpt": "m"}}) as gateway,
+    ):
+        first = {"model": "gpt", "input": "hi"}
+        assert (await gateway.client.post("/v1/responses", json=first)).status_code == 200
+        more = {**first, "previous_response_id": "resp_1", "stream": True}
+        text = (await gateway.client.post("/v1/responses", json=more)).text
+    failed = json.loads(text.split("\n\n")[1].split("\n")[1].removeprefix("data: "))["response"]
+    told = (failed["id"], failed["model"], failed["previous_response_id"], failed["status"])
+    assert told == ("resp_1", "gpt", "resp_1", "failed")
+
+
+async def test_half_an_answer_that_would_be_changed_is_not_sent() -> None:
+    async def answer(request: Received) -> None:
+        half = b'{"id":"resp_1","kv_transfer_params":{"remote_host":"10.0.0.1"},'
+        await request.send(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n" + half)
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        body = {"model": "m", "input": "hi"}
+        seen: list[bytes] = []
+
+        async def read() -> None:
+            async with gateway.client.stream("POST", "/v1/responses", json=body) as stream:
+                seen.extend([piece async for piece in stream.aiter_raw()])
+
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read()
+        assert seen == []
+
+
+async def test_a_chat_without_an_end_is_a_message_without_an_end() -> None:
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(stream_event("a"))
+        await request.send_chunk(b"")
+
+    async with FakeEngine(answer) as engine:
+        engine.has_messages = False
+        async with live_gateway([engine.url]) as gateway:
+            body = {**MESSAGE, "stream": True}
+            text = (await gateway.client.post("/v1/messages", json=body)).text
+            assert "message_stop" not in text
+            assert text.rstrip().split("\n")[-2] == "event: error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": [{"role": "assistant", "tool_calls": 5}]},
+        {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": 5}]},
+        {"input": [{"type": ["x"]}]},
+        {"input": {"a": 1}},
+        {"input": "x", "reasoning": 5, "truncation": [], "chat_template_kwargs": 5},
+        {"input": "x", "metadata": 5, "store": "x", "previous_response_id": 5},
+        {"input": "x", "tools": {"a": 1}, "instructions": ["x"]},
+    ],
+)
+async def test_odd_bodies_are_the_engines_to_refuse(body: dict[str, Any]) -> None:
+    refusal = b'{"error":{"message":"no"}}'
+
+    async def answer(request: Received) -> None:
+        await request.answer(400, refusal)
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        for headers in ({}, {"x-session-id": "s"}):
+            told = await gateway.client.post(
+                "/v1/responses", json={"model": "m", **body}, headers=headers
+            )
+            assert (told.status_code, told.content) == (400, refusal)

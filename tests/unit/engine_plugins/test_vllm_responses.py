@@ -158,6 +158,8 @@ def test_what_only_the_engine_can_tell_is_left_to_it(fields: dict[str, Any], rea
         {"input": [{"type": "reasoning", "content": ["x"]}]},
         {"instructions": 3},
         {"tools": "x"},
+        {"tools": [{"type": "namespace", "name": "x", "tools": 5}]},
+        {"input": [{"role": "assistant", "tool_calls": 5}, CALL]},
         {"tools": [3]},
     ],
 )

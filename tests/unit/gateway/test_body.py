@@ -403,3 +403,11 @@ def test_too_deep_a_body_is_refused_where_a_key_is_to_be_cut_out_of_it() -> None
     raw = b'{"x": %b%b, "kv_transfer_params": {}}' % (b"[" * 1010, b"]" * 1010)
     with pytest.raises(GatewayError, match="nested too deeply"):
         without_key(raw, "kv_transfer_params")
+
+
+@pytest.mark.parametrize("number", [b"0." + b"1" * 5000, b"1" * 4200])
+def test_a_number_of_thousands_of_digits_is_read_as_it_is(number: bytes) -> None:
+    text = b"x" * 20_000
+    raw = b'{"model":"m","seed":%b,"messages":[{"role":"user","content":"%b"}]}' % (number, text)
+    body = parse_body(raw, PROXIED["/v1/chat/completions"])
+    assert (body.model, body.raw) == ("m", raw)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from moongate.gateway.divergence import SESSIONS_MAX, Divergence, Divergences
 from moongate.gateway.prompt_outline import (
     CHUNK_BYTES,
+    ENTRY_BYTES,
+    PARTS_MAX,
     Cause,
     Difference,
     TextMemory,
@@ -221,6 +223,8 @@ def test_the_place_of_a_change_is_known_to_a_chunk(
         outline_of({"messages": [{"role": "user", "content": common + tail}]}, None, texts)
         for tail in (one, other)
     )
+    assert before is not None
+    assert now is not None
     found = find_difference(before, now, texts)
     if one == other:
         assert found is None
@@ -233,10 +237,10 @@ def test_the_place_of_a_change_is_known_to_a_chunk(
 
 
 def test_texts_are_kept_within_bounds() -> None:
-    texts = TextMemory(100, keeps_text=True)
+    texts = TextMemory(300, keeps_text=True)
     first = texts.note("user", "a" * 60)
     second = texts.note("user", "b" * 60)
-    assert texts.bytes_used == 60
+    assert texts.bytes_used == ENTRY_BYTES + 60
     assert texts.first_difference(first, second) == (None, None, None)
 
 
@@ -249,4 +253,28 @@ def test_any_content_has_a_mark(content: Any) -> None:
     message = {"role": "user", "content": content, "name": "n"}
     one, same = (outline_of({"messages": [message, 3]}, None, texts) for _ in range(2))
     assert one == same
+    assert one is not None
     assert [mark.role for mark in one.messages] == ["user", ""]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [3] * (PARTS_MAX + 1)},
+        {"messages": [USER], "tools": 5},
+        {"messages": "x"},
+    ],
+)
+def test_of_what_is_no_conversation_or_too_long_there_is_no_outline(fields: Any) -> None:
+    assert outline_of(fields, None, TextMemory(1000, keeps_text=False)) is None
+    sessions = Sessions()
+    prompt = prompt_of({"messages": [USER]})
+    assert sessions.divergences.note("s", "m", fields, None, prompt) is None
+
+
+def test_what_is_nested_too_deeply_has_a_mark_all_the_same() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    texts = TextMemory(1000, keeps_text=False)
+    assert outline_of({"messages": [{"role": "user", "content": deep}]}, None, texts) is not None

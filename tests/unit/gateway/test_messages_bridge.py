@@ -56,7 +56,48 @@ def test_what_both_can_say_is_carried_over() -> None:
     ("choice", "told"), [("auto", "auto"), ("any", "required"), ("none", "none"), ("new", None)]
 )
 def test_choices_of_tools_have_other_names(choice: str, told: str | None) -> None:
-    assert asked(tool_choice={"type": choice}).get("tool_choice") == told
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    assert asked(tools=tools, tool_choice={"type": choice}).get("tool_choice") == told
+    assert "tool_choice" not in asked(tool_choice={"type": choice})
+    assert "tool_choice" not in asked(tools=tools, tool_choice={"type": [choice]})
+    assert "tool_choice" not in asked(tools=tools, tool_choice=choice)
+
+
+def test_thinking_keeps_its_budget() -> None:
+    assert (
+        asked(thinking={"type": "enabled", "budget_tokens": 2000})["thinking_token_budget"] == 2000
+    )
+
+
+def test_no_tools_are_no_tools_and_calls_get_ids() -> None:
+    use = {"type": "tool_use", "name": "f", "input": {}}
+    messages = [USER, {"role": "assistant", "content": [use, use]}]
+    request = asked(tools=[], messages=messages)
+    assert "tools" not in request
+    ids = [call["id"] for call in request["messages"][1]["tool_calls"]]
+    assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("odd", ["\ud800", 10**30, float("nan")])
+def test_what_only_lenient_parsers_read_is_carried_over(odd: Any) -> None:
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": odd}}
+    messages = [{"role": "assistant", "content": [use]}]
+    request = json.loads(chat_request({**BASE, "messages": messages}, MANNERS))
+    arguments = request["messages"][0]["tool_calls"][0]["function"]["arguments"]
+    assert repr(json.loads(arguments)["x"]) == repr(odd)
+
+
+@pytest.mark.parametrize("place", ["input", "schema"])
+def test_what_is_nested_too_deeply_is_refused(place: str) -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    fields: dict[str, Any] = {**BASE, "tools": [{"name": "f", "input_schema": {"x": deep}}]}
+    if place == "input":
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": deep}
+        fields = {**BASE, "messages": [{"role": "assistant", "content": [use]}]}
+    with pytest.raises(GatewayError, match="nested too deeply"):
+        chat_request(fields, MANNERS)
 
 
 def test_a_turn_with_a_call_and_its_result() -> None:
@@ -98,6 +139,7 @@ def test_tokens_are_counted_by_tokenising() -> None:
 # --- answers --------------------------------------------------------------------------------------
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+CUT = {**CALL, "function": {"name": "f", "arguments": '{"x":'}}
 USAGE = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
 
 
@@ -129,6 +171,8 @@ def test_a_whole_answer_is_a_message() -> None:
         ("stop", {"stop_reason": "x"}, {"content": "a"}, ("stop_sequence", "x")),
         ("stop", {"stop_reason": 5}, {"content": "a"}, ("end_turn", None)),
         ("stop", {}, {"tool_calls": [CALL]}, ("tool_use", None)),
+        ("stop", {"stop_reason": "x"}, {"tool_calls": [CALL]}, ("tool_use", None)),
+        ("stop", {"stop_reason": "x"}, {"tool_calls": [CUT]}, ("stop_sequence", "x")),
         ("length", {}, {"tool_calls": [CALL]}, ("max_tokens", None)),
         ("length", {}, {"content": ""}, ("max_tokens", None)),
     ],
@@ -150,6 +194,18 @@ def test_arguments_that_a_model_wrote_wrongly_are_none(arguments: object) -> Non
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[3]}'])
 def test_what_is_no_answer_stays_as_it_is(text: bytes) -> None:
     assert message_of(text) == text
+
+
+def test_an_empty_answer_has_an_empty_text() -> None:
+    assert json.loads(message_of(answer({"content": ""})))["content"] == [
+        {"type": "text", "text": ""}
+    ]
+
+
+def test_large_numbers_in_calls_stay_exact() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"x":12345678901234567890123}'}}
+    (block,) = json.loads(message_of(answer({"tool_calls": [call]})))["content"]
+    assert block["input"] == {"x": 12345678901234567890123}
 
 
 def test_errors_change_their_shape() -> None:
@@ -253,3 +309,55 @@ def test_an_error_within_a_stream_is_told() -> None:
 
 def test_what_is_no_event_of_a_chat_is_left_out() -> None:
     assert told_by(b": ping\n\n", b"data: [1]\n\n", b"data: {\n\n") == []
+
+
+def test_text_in_the_middle_of_a_call_comes_behind_it() -> None:
+    def call(arguments: str, **first: Any) -> bytes:
+        function = {"arguments": arguments, **({"name": "f"} if first else {})}
+        return chunk({"tool_calls": [{"index": 0, **first, "function": function}]})
+
+    events = told_by(
+        call('{"a":', id="c"), chunk({"content": "\n"}), call("1}"), finish("tool_calls"), DONE
+    )
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert deltas == [
+        {"type": "input_json_delta", "partial_json": '{"a":'},
+        {"type": "input_json_delta", "partial_json": "1}"},
+        {"type": "text_delta", "text": "\n"},
+    ]
+    assert [event["type"] for event in events][-3:] == [
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    both = told_by(
+        call("{}", id="c"), chunk({"content": "x"}),
+        chunk({"tool_calls": [{"index": 1, "id": "d", "function": {"name": "g", "arguments": "{}"}}]}),
+        DONE,
+    )  # fmt: skip
+    blocks = [e["content_block"]["type"] for e in both if e["type"] == "content_block_start"]
+    assert blocks == ["tool_use", "text", "tool_use"]
+
+
+def test_nothing_follows_an_error() -> None:
+    events = told_by(chunk({"content": "a"}), b'data: {"error":{"message":"no"}}\n\n', DONE)
+    assert events[-1]["type"] == "error"
+
+
+def test_a_stream_of_nothing_is_an_empty_message() -> None:
+    assert [event["type"] for event in told_by(DONE)] == [
+        "message_start", "message_delta", "message_stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"choices": 5},
+        {"choices": [5]},
+        {"choices": [{"delta": 5}]},
+        {"usage": {"prompt_tokens": "5"}},
+    ],
+)
+def test_odd_chunks_do_no_harm(odd: dict[str, Any]) -> None:
+    events = told_by(chunk({"content": "a"}), chunk(None, **odd), chunk({"content": "b"}), DONE)
+    text = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+    assert text == ["a", "b"]

@@ -89,10 +89,19 @@ def test_what_went_while_a_turn_went_on_takes_room_again() -> None:
     assert store.bytes_used == first.size_bytes + second.size_bytes
 
 
-def test_what_is_too_large_is_not_kept() -> None:
-    store = a_store(OVERHEAD_BYTES)
-    store.put(turn("a"), 0.0)
-    assert (len(store), store.bytes_used) == (0, 0)
+def test_what_is_too_large_is_not_kept_and_costs_nobody_else() -> None:
+    store = a_store(3 * turn("a").size_bytes)
+    first = turn("a")
+    store.put(first, 0.0)
+    store.put(turn("b", text=b"x" * 5000), 1.0)
+    assert (store.find("", "a", 2.0), store.find("", "b", 2.0)) == (first, None)
+    line = first
+    for number in range(5):
+        line = turn(str(number), line)
+        store.put(line, 3.0)
+    assert store.find("", "1", 4.0) is not None
+    assert store.find("", "4", 4.0) is None
+    assert store.bytes_used <= 3 * first.size_bytes
 
 
 def test_the_same_id_replaces() -> None:

@@ -83,7 +83,9 @@ def test_the_client_is_told_what_its_response_continues() -> None:
 
     stream = begin(turns, input="x", previous_response_id="resp_1")
     created = b'event: response.created\ndata: {"response":{"previous_response_id": null}}\n\n'
-    assert stream.take_events(created) == created.replace(b"null", b'"resp_1"')
+    assert stream.take_events(created) == created.replace(b" null", b'"resp_1"')
+    echoed = b'event: x\ndata: {"response":{"tools":[{"previous_response_id":null}]}}\n\n'
+    assert stream.take_events(echoed) == echoed
     delta = (
         b'event: response.output_text.delta\ndata: {"delta":"\\"previous_response_id\\":null"}\n\n'
     )
@@ -148,6 +150,8 @@ def test_what_the_engine_will_refuse_is_left_to_it(given: dict[str, Any]) -> Non
         b'{"id":"resp_1"}',
         b'{"id":"resp_1","output":null}',
         b'{"id":"resp_1","output":[]',
+        b'{"id":"resp_1","output":[],"status":"queued"}',
+        b'{"id":"resp_1","output":[],"status":"in_progress"}',
     ],
 )
 def test_what_is_no_response_is_not_kept(text: bytes) -> None:
