@@ -40,6 +40,7 @@ from moongate.simulator.openai_wire import (
     Json,
     Usage,
 )
+from moongate.simulator.responses_wire import ResponseEnvelope, parse_response
 from moongate.simulator.runner import (
     AbortedError,
     EngineDeadError,
@@ -199,6 +200,7 @@ class SimApi:
         routes = [
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -226,6 +228,35 @@ class SimApi:
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, self._read_completion)
+
+    async def responses(self, request: Request) -> Response:
+        body = await _read_body(request)
+        await self._meet_fault(ReceivedRequest(request.url.path, dict(request.headers), body))
+        options, prompt = await _render(self._read_response, body)
+        self._check_prompt(prompt)
+        runner = self._runners[self._rank(request)]
+        session_id = options.session_id or request.headers.get("x-session-id") or None
+        requests = self._engine_requests(options, [prompt], session_id, None)
+        answers = _Answers({requests[0].request_id: (0, 0)}, [prompt], self._renderer.decode)
+        given_id = body.get("request_id")
+        envelope = ResponseEnvelope(
+            given_id if isinstance(given_id, str) else f"resp_{uuid.uuid4().hex}",
+            f"msg_{uuid.uuid4().hex}",
+            int(time.time()),
+            self._model.name,
+            body,
+        )
+        generation = Generation(runner, requests)
+        if options.is_stream:
+            return _EventStream(_stream_response(envelope, answers, generation), generation)
+        await _collect(request.receive, answers, generation)
+        return _json(envelope.completed(answers.choices()[0], answers.usage()))
+
+    def _read_response(self, body: Json) -> tuple[GenerateOptions, list[int]]:
+        """Raises: ApiError, RenderError."""
+        options, chat = parse_response(body)
+        self._check_model(body)
+        return options, self._renderer.chat_token_ids(chat)
 
     async def _generate(self, request: Request, read: _Reader) -> Response:
         body = await _read_body(request)
@@ -496,6 +527,21 @@ async def _stream(
     except GenerationFailedError:
         yield _event(_GENERATION_FAILED.body())
     yield b"data: [DONE]\n\n"
+
+
+async def _stream_response(
+    envelope: ResponseEnvelope, answers: _Answers, generation: Generation
+) -> AsyncIterator[bytes]:
+    """Yield the events of a response. Raises AbortedError when the client left."""
+    yield envelope.begin()
+    try:
+        async for output in generation.outputs():
+            yield envelope.delta(answers.add(output).text)
+        yield envelope.end(answers.choices()[0], answers.usage())
+    except EngineDeadError:
+        yield envelope.failed(_ENGINE_DEAD.message)
+    except GenerationFailedError:
+        yield envelope.failed(_GENERATION_FAILED.message)
 
 
 class _EventStream(Response):
