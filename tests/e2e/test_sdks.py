@@ -10,12 +10,14 @@ import itertools
 import json
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from engine_metrics import counter
-from processes import BLOCK_TOKENS, PROJECT, Child, EngineProcess, Serve
+from processes import BLOCK_TOKENS, PROJECT, Child, EngineProcess, Serve, free_port
 
 EnginePair = tuple[EngineProcess, EngineProcess]
 
@@ -108,3 +110,34 @@ def test_an_example_runs_as_it_is(example: Path, engines: EnginePair, serve: Ser
     assert run_script(example, MOONGATE_URL=gateway.url).strip()
     assert counter(gateway.url, "moongate_requests_total", code="200") > 0
     assert counter(gateway.url, "moongate_requests_total", code="400") == 0
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """Return the gateway of a local stack with three simulated engines."""
+    port, log = free_port(), tmp_path_factory.mktemp("up") / "up.log"
+    argv = (sys.executable, "-m", "moongate.cli", "up", "--engines", "3", "--port", str(port))
+    stack = Child.start(argv, f"http://127.0.0.1:{port}", log)
+    try:
+        stack.wait_until("/ready", 30.0)
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.mark.parametrize("name", ["openai_responses", "litellm_chat", "pydantic_ai_agent"])
+def test_a_loop_without_tools_stays_at_home_in_a_simulated_fleet(
+    name: str, simulated: Child
+) -> None:
+    url = simulated.url
+    model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+    names = ("moongate_prompt_tokens_total", "moongate_delivered_cached_tokens_total")
+    before = [counter(url, names[0], source="device"), counter(url, names[1])]
+    calls = json.loads(run_script(SCRIPT, name, url, model).splitlines()[-1])
+    predicted = counter(url, names[0], source="device") - before[0]
+    delivered = counter(url, names[1]) - before[1]
+    assert predicted == delivered == sum(cached for _, cached in calls) > 0
+    assert counter(url, "moongate_route_fallback_total") == 0
+    size = 16  # of the simulated engines' blocks
+    for (prompt, _), (_, cached) in itertools.pairwise(calls):
+        assert cached >= prompt // size * size
