@@ -17,6 +17,7 @@ import msgspec
 import orjson
 
 from moongate.gateway.body import Body
+from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import WITH_CHOICES, PromptKind, Route
 
 LEFT_OUT = frozenset(
@@ -46,9 +47,12 @@ _BY_LENGTH = ("length", "tool_calls")
 def one_token_body(raw: bytes) -> bytes:
     """Return a request's body as one for a single token and no stream; its prompt stays as it is.
 
-    The text has been parsed before, so it is an object.
+    The text has been parsed before, so it is an object. Raises: GatewayError (400).
     """
-    fields = _read_top_level(raw)
+    try:
+        fields = _read_top_level(raw)
+    except RecursionError as error:  # here a little earlier than where it was parsed
+        raise GatewayError(400, "the body is nested too deeply", "invalid_request") from error
     kept = {name: value for name, value in fields.items() if name not in LEFT_OUT}
     kept |= {name: _ONE for name in _LIMITS if name in fields}
     return msgspec.json.encode(kept | _FIXED)

@@ -382,3 +382,13 @@ async def test_an_explanation_names_the_pair_that_a_request_would_go_to() -> Non
         told = (await fleet.gateway.client.post("/admin/explain", json=several)).json()
         assert (told["instance"], told["prefill_instance"]) == ("d0", None)
         assert not any(engine.received for engine in fleet.engines)
+
+
+async def test_a_body_too_deep_for_a_prefill_leg_is_refused_and_nothing_is_left() -> None:
+    deep = b"[" * 1015 + b"]" * 1015
+    raw = b'{"model":"m","max_tokens":2,"x":%b,"messages":[{"role":"user","content":"hi"}]}' % deep
+    async with pd_fleet() as fleet:
+        answer = await fleet.gateway.client.post("/v1/chat/completions", content=raw)
+        assert answer.status_code == 400
+        assert "nested too deeply" in answer.json()["error"]["message"]
+        assert fleet.gateway.inflight() == 0

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from moongate.gateway.body import Body, parse_body
+from moongate.gateway.errors import GatewayError
 from moongate.gateway.legs import (
     LEFT_OUT,
     PrefillReport,
@@ -235,3 +236,10 @@ def test_an_answer_that_can_not_be_read_keeps_nothing(body: bytes) -> None:
 @pytest.mark.parametrize("params", [None, 3, "x", [1]])
 def test_parameters_are_an_object(params: object) -> None:
     assert read_prefill(answer(kv_transfer_params=params)).params is None
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    with pytest.raises(GatewayError) as caught:
+        one_token_body(b'{"model":"m","x":' + deep + b"}")
+    assert caught.value.status == 400
