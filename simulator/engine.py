@@ -378,7 +378,7 @@ class EngineModel:
         """Start one step, not before the last one is over; None when there is nothing to do.
 
         An idle engine keeps the events of a reset back until its next step, as vLLM does. A step
-        that computes nothing, but asks for KV or tells what was stored, takes no time.
+        that computes nothing, but asks for KV, preempts, or tells what was stored, takes no time.
         """
         self._advance(now)
         assert now >= self._busy_until, (now, self._busy_until)
@@ -387,7 +387,8 @@ class EngineModel:
         self._schedule_running(batch)
         if not batch.has_preempted:
             self._schedule_waiting(batch)
-        if not (batch.work or batch.receives or self._pool_events):
+        # After a preemption nobody was let in, who perhaps has all it needs: the next step will.
+        if not (batch.work or batch.receives or self._pool_events or batch.has_preempted):
             return None
         self._busy_until = now + self._duration_s(batch)
         outputs = [self._compute(generation, tokens) for generation, tokens in batch.work]

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moongate.kvpool.keys import KeyLayout
@@ -189,6 +189,30 @@ def test_a_preempted_request_is_not_received_again() -> None:
     assert (receives, names) == ([], {"d", "big"})
 
 
+def test_who_preempts_itself_keeps_nobody_from_running_who_was_received() -> None:
+    """The preempted request was the only one, and what was received came in that very step."""
+    engine = make_engine(blocks=9, max_model_len_tokens=32)
+    engine.submit(request("p", 4, 4, handoff=SEND), 0.0)
+    receiving(engine, "d", tokens=13)
+    now = 0.0
+    while (result := engine.step(now := max(now, engine._busy_until))) is not None:
+        now = result.ends_at
+    engine.kv_arriving("d", now)
+    engine.release("p", now)
+    engine.submit(request("big", 15, 3, first=50), now)
+    ended: set[str] = set()
+    for _ in range(50):
+        result = engine.step(now)
+        if result is not None:
+            now = result.ends_at
+            ended |= {o.request_id for o in result.outputs if o.finish_reason is not None}
+        elif (wakes_at := engine.wakes_at()) is not None:
+            now = wakes_at
+        else:
+            break
+    assert ended == {"d", "big"}
+
+
 # -- invariants -----------------------------------------------------------------------------------
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
@@ -203,6 +227,16 @@ MOVES = st.lists(
 
 
 @settings(deadline=None, max_examples=100)
+@example(
+    [
+        ("submit", None, [0]),
+        ("submit", SEND, [1, 0, 0, 0]),
+        ("submit", RECEIVE, [1, *[0] * 12]),
+        ("submit", None, [0] * 15),
+    ],
+    False,
+    False,
+)
 @given(MOVES, st.booleans(), st.booleans())
 def test_whatever_happens_every_block_is_free_in_the_end(
     moves: list[tuple[str, Handoff | None, list[int]]],
