@@ -61,6 +61,15 @@ def is_wrong(reply: Reply) -> bool:
     return abs(reply.predicted_tokens - reply.cached_tokens) >= BLOCK_TOKENS
 
 
+def credits_pool(reply: Reply) -> bool:
+    """Tell whether the receipt promised something of the pool.
+
+    Four sessions at once push each other out of these small devices as well, now and then between a decision
+    and its computation; that is no credit for what a master has lost.
+    """
+    return int(reply.headers["x-moongate-pool-tokens"]) > 0
+
+
 def test_a_master_that_is_restarted_fails_no_request_and_its_lost_keys_earn_no_credit(
     pair: Pair, pool: MooncakePool, tiny_model: Path, serve: Serve,
     capsys: pytest.CaptureFixture[str],
@@ -91,7 +100,7 @@ def test_a_master_that_is_restarted_fails_no_request_and_its_lost_keys_earn_no_c
     expected_late = [
         reply
         for at, reply in replies
-        if at > killed_at + CREDIT_S_MAX and is_wrong(reply)
+        if at > killed_at + CREDIT_S_MAX and is_wrong(reply) and credits_pool(reply)
     ]  # fmt: skip
     with capsys.disabled():
         print(
