@@ -89,7 +89,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
     """Add an item as a message of its own, or to the assistant's message before it."""
     kind, role = item.get("type"), item.get("role")
     if kind == "function_call":
-        _add_call(messages, _call(item, item.get("arguments")))
+        _add_call(messages, _call(item))
     elif kind == "custom_tool_call":
         raise PromptUnsupported("custom_tool")
     elif kind == "reasoning":
@@ -129,12 +129,12 @@ def _add_call(messages: list[Message], call: dict[str, Any]) -> None:
         messages.append({"role": "assistant", "tool_calls": [call]})
 
 
-def _call(item: Mapping[str, Any], arguments: object) -> dict[str, Any]:
-    name, call_id, namespace = item.get("name"), item.get("call_id"), item.get("namespace")
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    name, call_id, arguments = item.get("name"), item.get("call_id"), item.get("arguments")
     if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(arguments, str):
         raise PromptRefused("input: a function_call needs name, call_id and arguments, all texts")
-    if namespace:
-        name = f"{namespace}{NAMESPACE_SEPARATOR}{name}"
+    if item.get("namespace"):
+        name = f"{item['namespace']}{NAMESPACE_SEPARATOR}{name}"
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from moongate.gateway.body import Body, parse_body, with_fields, without_key
-from moongate.gateway.json_edits import with_field, with_objects
+from moongate.gateway.json_edits import read_top_level, with_field, with_objects
 from moongate.gateway.routes import PromptKind, Route
-
-_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 HOLDERS: Mapping[PromptKind, str] = {
     PromptKind.RESPONSES: "response",
@@ -60,7 +58,7 @@ class Aliases:
 def _with_model(raw: bytes, name: str) -> bytes:
     value = msgspec.json.encode(name)
     try:
-        fields = _read_top_level(raw)
+        fields = read_top_level(raw)
     except (msgspec.MsgspecError, RecursionError):
         # What only a lenient parser reads; it has more than a model, else it were no such thing.
         return b"".join(with_fields(without_key(raw, "model"), b'"model":' + value))

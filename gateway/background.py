@@ -18,7 +18,8 @@ import orjson
 from moongate.gateway.body import Body
 from moongate.gateway.client import Client, RawHeaders
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
+from moongate.gateway.json_edits import read_top_level
+from moongate.gateway.response_turns import ResponseTurn, ResponseTurns, no_items
 from moongate.gateway.routes import Route
 
 RUNNING_MAX = 1024
@@ -30,8 +31,6 @@ _ECHOED: Mapping[str, Any] = {
     "top_p": None, "max_output_tokens": None, "truncation": "disabled", "user": None,
 }  # fmt: skip
 """Fields of a request that its response repeats, with their defaults."""
-
-_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Collected:
@@ -99,8 +98,7 @@ class Background:
             raise GatewayError(503, message, "queue_full", headers={"retry-after": "1"})
         turn = self._turns.begin(body, client.route)
         if turn.own_items is None:
-            message = "input: expected a text or a list of items, in strict JSON"
-            raise GatewayError(400, message, "invalid_request", "input")
+            raise no_items()
         response_id = f"resp_{secrets.token_hex(16)}"
         announced = _announced(response_id, body)
         self._put(turn, {**announced, "status": "in_progress"})
@@ -166,7 +164,7 @@ def _announced(response_id: str, body: Body) -> dict[str, Any]:
 
 def _in_foreground(raw: bytes, response_id: str) -> bytes:
     """Return a body that an engine answers at once, by this id. It was read strictly before."""
-    fields = _read_top_level(raw)
+    fields = read_top_level(raw)
     fields.pop("background", None)
     return msgspec.json.encode(
         {**fields, "request_id": msgspec.Raw(msgspec.json.encode(response_id))}

@@ -16,6 +16,7 @@ import msgspec
 import orjson
 
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.json_edits import read_top_level
 from moongate.gateway.routes import PromptKind, Route
 
 SESSION_HEADERS = (
@@ -44,7 +45,6 @@ _STAND_INS = {b"[": b"[0]", b"{": b"{}", b'"': b'"..."'}
 _UNIQUE_KEYS = ("model", "stream")
 _UNIQUE_KEY = re.compile(rb'"(?:model|stream)"')
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
-_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ def _outline(raw: bytes) -> bytes | None:
     where nobody asks for their messages.
     """
     try:
-        values = _read_top_level(raw)
+        values = read_top_level(raw)
         if not raw.isascii():
             raw.decode()  # strings were only skipped
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -45,6 +45,7 @@ from moongate.gateway.headers import (
     response_headers,
 )
 from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, with_params
+from moongate.gateway.json_edits import Edit
 from moongate.gateway.legs import may_hand_over, one_token_body, stays_whole
 from moongate.gateway.links import Link, Links
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
@@ -56,7 +57,6 @@ from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.relaying import (
     AnswerKind,
-    Edit,
     kind_of,
     relay_body,
     relay_events,

@@ -12,14 +12,16 @@ import msgspec
 from moongate.gateway.sse import split_events
 
 Edit = Callable[[bytes], bytes]
+"""What becomes of whole events, of a whole body, or of a field's text, on their way."""
 
-_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""Returns a JSON object's fields, each as its text. Raises: msgspec.MsgspecError, RecursionError."""
 
 
 def with_field(text: bytes, name: str, edit: Edit) -> bytes:
     """Return a JSON object's text with one of its fields edited; what can't be read stays as it is."""
     try:
-        fields = _read_top_level(text)
+        fields = read_top_level(text)
     except (msgspec.MsgspecError, RecursionError):
         return text
     if name not in fields:

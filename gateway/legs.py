@@ -18,6 +18,7 @@ import orjson
 
 from moongate.gateway.body import Body
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.json_edits import read_top_level
 from moongate.gateway.routes import WITH_CHOICES, PromptKind, Route
 
 LEFT_OUT = frozenset(
@@ -38,7 +39,6 @@ LEFT_OUT = frozenset(
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ONE = msgspec.Raw(b"1")
 _FIXED = {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), "ignore_eos": msgspec.Raw(b"true")}
-_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 _BY_LENGTH = ("length", "tool_calls")
 """How an answer ends that nothing else could end; an engine that found a call in it says so instead."""
@@ -50,7 +50,7 @@ def one_token_body(raw: bytes) -> bytes:
     The text has been parsed before, so it is an object. Raises: GatewayError (400).
     """
     try:
-        fields = _read_top_level(raw)
+        fields = read_top_level(raw)
     except RecursionError as error:  # here a little earlier than where it was parsed
         raise GatewayError(400, "the body is nested too deeply", "invalid_request") from error
     kept = {name: value for name, value in fields.items() if name not in LEFT_OUT}

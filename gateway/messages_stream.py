@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from moongate.gateway.errors import error_body
+from moongate.gateway.errors import stream_error_events
 from moongate.gateway.messages_bridge import is_json, stop_of, usage_of
 from moongate.gateway.routes import ApiFamily
 from moongate.gateway.sse import split_events
@@ -58,11 +58,7 @@ class MessageStream:
         if isinstance(chunk.get("error"), dict):
             message = str(chunk["error"].get("message"))
             self._has_failed = True
-            yield (
-                b"event: error\ndata: "
-                + error_body(message, 500, None, family=ApiFamily.ANTHROPIC)
-                + b"\n\n"
-            )
+            yield stream_error_events(message, "engine_error", ApiFamily.ANTHROPIC)
             return
         if not self._has_started:
             self._has_started = True

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from moongate.gateway.client import Client
 from moongate.gateway.errors import error_body
 from moongate.gateway.handing_over import Opened
+from moongate.gateway.json_edits import Edit
 from moongate.gateway.routes import ApiFamily
 from moongate.gateway.sse import EventSplitter, ends_stream
 from moongate.gateway.transfer_params import TransferParamsFilter, tells_nothing, without_params
@@ -62,10 +63,6 @@ def kind_of(answer: Answer) -> AnswerKind:
         return AnswerKind.EVENTS
     is_text_error = answer.status >= 400 and "json" not in content_type
     return AnswerKind.TEXT_ERROR if is_text_error else AnswerKind.WHOLE
-
-
-Edit = Callable[[bytes], bytes]
-"""What becomes of whole events, or of a whole body, on their way."""
 
 
 async def relay_body(

@@ -16,7 +16,7 @@ import orjson
 
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.json_edits import with_field, with_objects
+from moongate.gateway.json_edits import read_top_level, with_field, with_objects
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.routes import Route
 
@@ -26,7 +26,6 @@ RUNNING = ("queued", "in_progress")
 NO_TENANT = ""
 """Whose everything is, as long as nobody is told apart."""
 
-_read_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _FINAL = re.compile(
     rb"^event: ?response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*)$", re.MULTILINE
 )
@@ -51,13 +50,12 @@ class ResponseTurns:
             items = _own_items(body) if keeps and previous_id is None else None
             return ResponseTurn(self, body, items, None)
         previous = self.find(previous_id, "previous_response_id")
-        if not previous.output_items and previous.is_running:
+        if previous.is_running:
             message = f"Response with id {previous_id[:200]!r} is still in progress."
             raise GatewayError(400, message, "invalid_request", "previous_response_id")
         items = _own_items(body)
         if items is None:
-            message = "input: expected a text or a list of items, in strict JSON"
-            raise GatewayError(400, message, "invalid_request", "input")
+            raise no_items()
         raw = _with_input(body.raw, [previous.history(), items])
         return ResponseTurn(self, parse_body(raw, route), items if keeps else None, previous)
 
@@ -143,7 +141,7 @@ class ResponseTurn:
 
     def _keep_event(self, data: bytes) -> None:
         try:
-            response = bytes(_read_top_level(data)["response"])
+            response = bytes(read_top_level(data)["response"])
         except (msgspec.MsgspecError, KeyError, RecursionError):
             return
         self._keep(response)
@@ -161,7 +159,7 @@ class _Read(NamedTuple):
 def _read_response(response: bytes) -> _Read | None:
     """Return what has to be known of a complete response object. None: it is none."""
     try:
-        fields = _read_top_level(response)
+        fields = read_top_level(response)
         response_id = msgspec.json.decode(fields["id"], type=str)
         status = msgspec.json.decode(fields.get("status", msgspec.Raw(b"null")))
         output = _items_of(bytes(fields["output"]))
@@ -171,10 +169,16 @@ def _read_response(response: bytes) -> _Read | None:
     return _Read(response_id, output or b"") if is_complete else None
 
 
+def no_items() -> GatewayError:
+    """Return the refusal of an input that can't be joined to others."""
+    message = "input: expected a text or a list of items, in strict JSON"
+    return GatewayError(400, message, "invalid_request", "input")
+
+
 def _own_items(body: Body) -> bytes | None:
     """Return the items of a body's input. None: it has none that can be read."""
     try:
-        value = bytes(_read_top_level(body.raw)["input"])
+        value = bytes(read_top_level(body.raw)["input"])
     except (msgspec.MsgspecError, KeyError, RecursionError):
         return None
     if value.startswith(b'"'):
@@ -190,7 +194,7 @@ def _items_of(value: bytes) -> bytes | None:
 
 def _with_input(raw: bytes, parts: list[bytes]) -> bytes:
     """Return a body with these items as its input, and no response that it continues."""
-    fields = _read_top_level(raw)
+    fields = read_top_level(raw)
     fields.pop("previous_response_id", None)
     items = b",".join([part for part in parts if part])
     fields["input"] = msgspec.Raw(b"[" + items + b"]")
