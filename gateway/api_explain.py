@@ -57,7 +57,7 @@ def make_explain_route(
         headers = read_headers(request.scope["headers"])
         session_key = find_session_key(headers, body, settings.session.header)
         diverges: Divergence | None = None
-        if session_key and read.fields and read.prompt and "messages" in read.fields:
+        if session_key and read.fields and read.prompt:
             salt = read_salt(body)
             diverges = divergences.explain(session_key, body.model, read.fields, salt, read.prompt)
         hands_over = driver.core.fleet.has_prefill(body.model)

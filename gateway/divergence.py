@@ -85,7 +85,6 @@ class _Turn:
     outline: Outline
     space: BlockSpace
     marks: Mapping[int, BlockHash]  # by how many blocks precede and include it
-    token_count: int
 
 
 class Divergences:
@@ -95,7 +94,6 @@ class Divergences:
         self._on_divergence = on_divergence
         self._texts = TextMemory(TEXT_BYTES_MAX, keeps_text=keeps_text)
         self._sessions: OrderedDict[tuple[str, str], deque[_Turn]] = OrderedDict()
-        self.latest: deque[Divergence] = deque(maxlen=100)
 
     def note(
         self,
@@ -146,7 +144,7 @@ class Divergences:
         outline = outline_of(fields, salt, self._texts)
         if outline is None:
             return None
-        return _Turn(outline, space, marks, prompt.token_count)
+        return _Turn(outline, space, marks)
 
     def _compare(
         self, session_key: str, model: str, before: _Turn | None, turn: _Turn, prompt: Prompt
@@ -165,7 +163,6 @@ class Divergences:
         return Divergence(name, model, could, shared_tokens, difference)
 
     def _report(self, found: Divergence) -> None:
-        self.latest.append(found)
         self._on_divergence(found)
         told = found.as_json()
         logger.info(

@@ -339,7 +339,7 @@ class _Exchange:
     def _note_turn(self, session_key: str, model: str, body: Body) -> None:
         """Let it be noticed if the turn does not begin like its session's last."""
         fields, prompt = self._read.fields, self._read.prompt
-        if fields is not None and prompt is not None and "messages" in fields:
+        if fields is not None and prompt is not None:
             self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
 
     def _find_model(self, body: Body) -> str:

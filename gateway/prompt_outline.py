@@ -83,7 +83,7 @@ def outline_of(fields: Mapping[str, Any], salt: str | None, texts: TextMemory) -
 
     Cost: 0.2 ms for 80 messages of 320 KB.
     """
-    tools, messages = fields.get("tools") or [], fields["messages"]
+    tools, messages = fields.get("tools") or [], fields.get("messages")
     if not isinstance(tools, list) or not isinstance(messages, list):
         return None
     if len(tools) + len(messages) > PARTS_MAX:
