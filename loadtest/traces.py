@@ -235,7 +235,9 @@ def read_mooncake(file: Path) -> Iterator[TraceConversation]:
 
     def convert(value: Any, number: int) -> TraceConversation:
         tokens, at_s = int(value["input_length"]), float(value["timestamp"]) / 1000
-        ids = value["hash_ids"][: tokens // MOONCAKE_BLOCK_TOKENS]  # the last may be a partial block
+        ids = value["hash_ids"][
+            : tokens // MOONCAKE_BLOCK_TOKENS
+        ]  # the last may be a partial block
         request = TraceRequest(
             prompt_tokens=tokens,
             output_tokens=max(int(value["output_length"]), 1),
@@ -263,7 +265,9 @@ def read_messages(file: Path) -> Iterator[TraceConversation]:
         messages = value if isinstance(value, list) else value["messages"]
         name = value.get("id") if isinstance(value, dict) else None
         requests = tuple(_message_turns(messages))
-        return TraceConversation(str(name or f"line_{number}"), MESSAGES_BLOCK_TOKENS, requests, None)
+        return TraceConversation(
+            str(name or f"line_{number}"), MESSAGES_BLOCK_TOKENS, requests, None
+        )
 
     yield from _read_lines(file, convert, "messages")
 

@@ -139,9 +139,7 @@ def nothing_external(job: Job, first: int, last: int) -> int:
 class Batcher:
     """The scheduler and cache of one engine. Cost of a stretch: O(requests in it)."""
 
-    def __init__(
-        self, shape: EngineShape, find_external: FindExternal = nothing_external
-    ) -> None:
+    def __init__(self, shape: EngineShape, find_external: FindExternal = nothing_external) -> None:
         self.shape = shape
         self.slowness = 1.0
         self.preemptions = 0
@@ -239,35 +237,38 @@ class Batcher:
         """Do what the stretch has done by its end."""
         self.busy_s += stretch.ends_at - stretch.began_at
         ended = Ended([], [], [], [])
-        more = stretch.steps - 1
         for job, tokens in stretch.chunks:
-            if job.hold is None:
-                continue  # it was cancelled
-            first = job.sampled == 0
-            job.computed += tokens
-            if job.computed - tokens < job.prefill_end:
-                last = min(job.computed, job.prefill_end) // self.shape.block_tokens
-                ended.computed.append((job, last))
-            if job.computed < job.tokens:
-                continue
-            job.sampled += 1
-            if more:
-                job.computed += more
-                job.sampled += more
-                has_room = self._grow(job, job.computed)
-                assert has_room, "a stretch is no longer than there is room for"
-            if first:
-                ended.begun.append(job)
-            if job.sampled == job.answer_tokens:
-                self.running.remove(job)
-                ended.finished.append(job)
-                if not job.is_held:
-                    self.free(job)
+            if job.hold is not None:  # else it was cancelled
+                self._advance(job, tokens, stretch.steps - 1, ended)
+        # Only now: what one leaves in its last step the others can't have had in an earlier one.
+        for job in ended.finished:
+            self.running.remove(job)
+            if not job.is_held:
+                self.free(job)
         ended.changes[:] = self._changes
         self._changes.clear()
         return ended
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _advance(self, job: Job, tokens: int, further_steps: int, ended: Ended) -> None:
+        """Count what a job has computed, and sample; `further_steps` only decode."""
+        begun_at = job.computed
+        job.computed += tokens
+        if begun_at < job.prefill_end:
+            last = min(job.computed, job.prefill_end) // self.shape.block_tokens
+            ended.computed.append((job, last))
+        if job.computed < job.tokens:
+            return
+        if job.sampled == 0:
+            ended.begun.append(job)
+        job.sampled += 1 + further_steps
+        if further_steps:
+            job.computed += further_steps
+            has_room = self._grow(job, job.computed)
+            assert has_room, "a stretch is no longer than there is room for"
+        if job.sampled == job.answer_tokens:
+            ended.finished.append(job)
 
     def _work(self, chunks: list[tuple[Job, int]]) -> Work:
         prefill_tokens = sequences = decode_contexts = 0

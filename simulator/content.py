@@ -25,11 +25,9 @@ class Branch:
 
     def __init__(self, number: int, parent: Branch | None = None, fork: int = 0) -> None:
         assert (parent is not None) == (fork > 0), (parent, fork)
-        # Shared blocks belong to the ancestor that has them, so that each block has one owner.
-        while parent is not None and fork <= parent.fork:
-            parent = parent.parent
         self.number = number
-        self.parent = parent
+        # Shared blocks belong to the ancestor that has them, so that each block has one owner.
+        self.parent: Branch | None = parent.owner(fork) if parent is not None else None
         self.fork = fork
         self._chain: list[BlockHash] = []
 

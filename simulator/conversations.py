@@ -110,7 +110,9 @@ def from_traces(
     told = [c for c in conversations if c.requests]
     sizes = {c.block_size_tokens for c in told}
     if len(sizes) != 1:
-        raise ValueError(f"{name}: conversations with one block size are wanted, got {sorted(sizes)}")
+        raise ValueError(
+            f"{name}: conversations with one block size are wanted, got {sorted(sizes)}"
+        )
     builder = _Builder(Workload(name, sizes.pop()), _shared_ids(told))
     for conversation in told:
         builder.add(conversation, prompt_tokens_max, gap_s_max)

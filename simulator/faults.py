@@ -54,7 +54,7 @@ class Mishearing:
     def __init__(self, fault: Fault | None, agenda: Agenda, seed: int) -> None:
         self._fault = fault
         self._agenda = agenda
-        self._chance = random.Random(f"{seed}/events")
+        self._chance = random.Random(f"{seed}/events")  # noqa: S311 - to be repeated
 
     def pass_on(
         self,

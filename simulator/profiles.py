@@ -154,8 +154,9 @@ H200_LLAMA70 = Profile(
             batch_tokens_max=8192,
         ),
     ),
-    network=NetworkShape(100 * GB, 100 * GB, 100 * GB),  # 2 x 400 Gbit/s; PCIe 5 x16, two GPUs
-    pool_bytes_per_instance=400 * GB,  # assumed
+    # Derived: 71 % of two interfaces of 400 Gbit/s (142 of 200 GB/s are published for four), PCIe 5 x16.
+    network=NetworkShape(71 * GB, 71 * GB, 71 * GB),
+    pool_bytes_per_instance=400 * GB,  # assumed: of 2 TB for eight GPUs
     prompt_tokens_max=131_072,
     prefill_tokens_per_s=11_000.0,
 )

@@ -105,7 +105,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         trial = self.trial
-        self.chance = random.Random(trial.seed)
+        self.chance = random.Random(trial.seed)  # noqa: S311 - to be repeated
         self.stage = Stage(trial.workload)
         shapes = [
             (f"{_letter(shape)}{n}", shape)
@@ -149,7 +149,7 @@ class _Run:
 
     def _make_gateway(self, number: int) -> VirtualGateway:
         trial = self.trial
-        chance = random.Random(f"{trial.seed}/{number}")
+        chance = random.Random(f"{trial.seed}/{number}")  # noqa: S311 - to be repeated
         core = RouterCore(
             make_policy(trial.policy, trial.options),
             chance.randrange,
@@ -279,18 +279,16 @@ def run(trial: Trial, progress: Progress = lambda share: None) -> Result:
         until = trial.horizon_s * number / intervals
         if until - trial.horizon_s / intervals < trial.warm_s <= until:
             under_way.agenda.run(trial.warm_s)
-            warm_busy = [i.batcher.busy_s for i in instances]
+            warm_busy = [i.busy_s for i in instances]
             warm_bytes = sum(i.pool_bytes for i in instances)
         under_way.agenda.run(until)
-        busy = [i.batcher.busy_s for i in instances]
-        share = [
-            (b - a) * intervals / trial.horizon_s for a, b in zip(before, busy, strict=True)
-        ]
+        busy = [i.busy_s for i in instances]
+        share = [(b - a) * intervals / trial.horizon_s for a, b in zip(before, busy, strict=True)]
         loads.append((until, share))
         before = busy
         progress(number / intervals)
     measured = [e for e in under_way.ended if e.ended_at >= trial.warm_s]
-    busy = [i.batcher.busy_s - w for i, w in zip(instances, warm_busy, strict=True)]
+    busy = [i.busy_s - w for i, w in zip(instances, warm_busy, strict=True)]
     pool_bytes = sum(i.pool_bytes for i in instances) - warm_bytes
     row = _row(trial, under_way, measured, _imbalance(instances, busy), pool_bytes)
     return Result(row, _ttfts_ms(measured), loads)
@@ -307,9 +305,7 @@ def _imbalance(instances: Sequence[VirtualInstance], busy_s: Sequence[float]) ->
 
 def _ttfts_ms(exchanges: Sequence[Exchange]) -> list[float]:
     return sorted(
-        (e.first_token_at - e.arrived_at) * 1000
-        for e in exchanges
-        if e.first_token_at is not None
+        (e.first_token_at - e.arrived_at) * 1000 for e in exchanges if e.first_token_at is not None
     )
 
 

@@ -301,9 +301,7 @@ class VirtualGateway:
         exchange.ended_at = self._now
         del self.requests[job.id]
         cached = None if job.receives else job.cached_tokens
-        self.handle(
-            RequestFinished(exchange.id, Outcome.ANSWERED, exchange.answer_tokens, cached)
-        )
+        self.handle(RequestFinished(exchange.id, Outcome.ANSWERED, exchange.answer_tokens, cached))
         exchange.done(exchange)
 
     def _prefilled(self, exchange: Exchange, job: Job) -> None:

@@ -128,6 +128,12 @@ class VirtualInstance:
         """Take so many times longer for what is begun from now on."""
         self.batcher.slowness = slowness
 
+    @property
+    def busy_s(self) -> float:
+        """Return for how long it has computed until now."""
+        under_way_s = self.agenda.now - self._stretch.began_at if self._stretch is not None else 0.0
+        return self.batcher.busy_s + under_way_s
+
     # --- stretches --------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
@@ -187,7 +193,9 @@ class VirtualInstance:
     def _load(self, job: Job, now: float) -> float:
         assert self.store is not None
         last = job.computed // self.block_tokens
-        counts = self.store.nodes_of(job.branch, last - job.external_tokens // self.block_tokens, last)
+        counts = self.store.nodes_of(
+            job.branch, last - job.external_tokens // self.block_tokens, last
+        )
         block_bytes = self.shape.load_bytes_per_token * self.block_tokens
         parts = {node: blocks * block_bytes for node, blocks in counts.items()}
         self.pool_bytes += sum(parts.values())
