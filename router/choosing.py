@@ -143,6 +143,7 @@ class Chooser:
             departures=departure.lineage.departures,
             tokens_per_ms=self.fleet.tokens_per_ms,
             places=len(candidates) if places is None else places,
+            context_tokens=self.fleet.prefill.context_tokens,
         )
         return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
 
