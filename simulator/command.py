@@ -11,7 +11,7 @@ from typing import TextIO
 from moongate.loadtest.traces import TraceError
 from moongate.simulator.plots import write_plots
 from moongate.simulator.presets import PRESETS, Given
-from moongate.simulator.report import as_json, table
+from moongate.simulator.report import as_json, bound_line, table
 from moongate.simulator.trial import Result, Trial, run
 
 BAR_CELLS = 30
@@ -74,6 +74,9 @@ def simulate(
     results = run_all(trials, ProgressLine(progress, len(trials)))
     rows = [result.row for result in results]
     print(table(rows), file=out)
+    for result in results:
+        if result.row.hit_rate and result.bounds.recency < 1:
+            print(bound_line(result), file=out)
     if json_file is not None:
         json_file.write_text(as_json(preset, seed, rows))
     if plots is not None:

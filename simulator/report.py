@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from moongate.simulator.trial import Row
+from moongate.simulator.trial import Result, Row
 
 COLUMNS = (
     ("name", "policy", "{}"),
@@ -47,6 +47,17 @@ def table(rows: Sequence[Row]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def bound_line(result: Result) -> str:
+    """Return how near a run came to what devices can hold (`bounds.py`)."""
+    row, bounds = result.row, result.bounds
+    share = row.device_hit_rate / row.hit_rate
+    return (
+        f"{row.name}, {row.workload}, {row.load}: {share:.1%} of the reused tokens come from devices; "
+        f"at best {bounds.recency:.1%} (kept for {bounds.kept_s:.0f} s), {bounds.foresight:.1%} with "
+        f"foresight"
+    )
 
 
 def _shown(row: Row, name: str, form: str) -> str:

@@ -21,6 +21,7 @@ from moongate.router import InstanceId, RequestId, RouterCore, RouterLimits, mak
 from moongate.router.events import KvEvent
 from moongate.router.model import Role
 from moongate.simulator.batching import Job
+from moongate.simulator.bounds import Bounds, Pause, device_bounds
 from moongate.simulator.conversations import Play, Script, Stage, Workload
 from moongate.simulator.faults import Fault, Mishearing
 from moongate.simulator.network import Network
@@ -90,6 +91,7 @@ class Result:
     row: Row
     ttft_ms: list[float]
     loads: list[tuple[float, list[float]]]  # (time, busy share of each instance since the last)
+    bounds: Bounds  # of the share of reused tokens that comes from devices
 
 
 @dataclass(eq=False)
@@ -291,7 +293,26 @@ def run(trial: Trial, progress: Progress = lambda share: None) -> Result:
     busy = [i.busy_s - w for i, w in zip(instances, warm_busy, strict=True)]
     pool_bytes = sum(i.pool_bytes for i in instances) - warm_bytes
     row = _row(trial, under_way, measured, _imbalance(instances, busy), pool_bytes)
-    return Result(row, _ttfts_ms(measured), loads)
+    return Result(row, _ttfts_ms(measured), loads, _bounds(under_way, measured))
+
+
+def _bounds(under_way: _Run, measured: Sequence[Exchange]) -> Bounds:
+    """Return what share of what was reused could have come from devices."""
+    trial, last = under_way.trial, dict[str, Exchange]()
+    pauses: list[Pause] = []
+    held_token_s = 0.0
+    for exchange in sorted(measured, key=lambda e: e.arrived_at):
+        begun_at = exchange.first_token_at or exchange.ended_at
+        held_token_s += exchange.prompt_tokens * (exchange.ended_at - begun_at)
+        before = last.get(exchange.session)
+        if before is not None:
+            pause_s = exchange.arrived_at - before.ended_at
+            pauses.append(Pause(pause_s, exchange.cached_tokens, exchange.cached_tokens))
+        last[exchange.session] = exchange
+    pauses += (Pause(trial.horizon_s - e.ended_at, e.prompt_tokens, 0) for e in last.values())
+    capacity = sum(i.batcher.shape.blocks * i.block_tokens for i in under_way.instances.values())
+    room_token_s = capacity * (trial.horizon_s - trial.warm_s) - held_token_s
+    return device_bounds(pauses, room_token_s, sum(e.cached_tokens for e in measured))
 
 
 def _imbalance(instances: Sequence[VirtualInstance], busy_s: Sequence[float]) -> float:
