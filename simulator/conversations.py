@@ -39,6 +39,7 @@ class Script(NamedTuple):
     id: str
     turns: Sequence[Turn]
     starts_at_s: float | None = None  # since the workload's beginning; None: whenever wanted
+    key: str | None = None  # that its client sends, where that is not one for each session
 
 
 @dataclass(slots=True)

@@ -114,20 +114,25 @@ def _churning_agent(chance: random.Random, line: int) -> list[Turn]:
     return turns
 
 
-def skewed(seed: int, conversations: int = 300) -> Workload:
-    """Return agents of whom one in ten is ten times as busy: long turns, no pauses."""
+def skewed(seed: int, conversations: int = 300, keys: int = 24) -> Workload:
+    """Return agents that share few session keys, the first of them the most: each is a user with several.
+
+    Every third adds 2 to 6 K tokens a turn and hardly pauses.
+    """
     chance = random.Random(f"skewed/{seed}")  # noqa: S311 - to be repeated
     workload = Workload("skewed", BLOCK_TOKENS)
+    weights = [1 / (n + 1) for n in range(keys)]
     for number in range(conversations):
-        line, is_busy = workload.line(), number % 10 == 0
+        line, is_busy = workload.line(), number % 3 == 0
+        (key,) = chance.choices(range(keys), weights)
         tokens = 10_000
         turns: list[Turn] = []
-        for _ in range(40):
-            gap_s = chance.uniform(0.1, 0.5) if is_busy else chance.uniform(10, 40)
-            answer = chance.randint(50, 400)
+        for _ in range(20):
+            gap_s = chance.uniform(0.5, 2) if is_busy else chance.uniform(5, 20)
+            answer = chance.randint(50, 300)
             turns.append(Turn(line, tokens, answer, gap_s if turns else 0.0))
-            tokens += answer + chance.randint(1_500, 2_500) if is_busy else answer + 400
-        workload.scripts.append(Script(f"skewed-{number}", turns))
+            tokens += answer + (chance.randint(2_000, 6_000) if is_busy else 400)
+        workload.scripts.append(Script(f"skewed-{number}", turns, key=f"user-{key}"))
     return workload
 
 

@@ -173,7 +173,7 @@ def affinity(given: Given) -> list[Trial]:
         (agents, 48),
         (generators.fan_out(given.seed), 96),
         (generators.churn(given.seed), 32),
-        (generators.skewed(given.seed), 64),
+        (generators.skewed(given.seed), 48),
     ]
     trials = [
         Trial(

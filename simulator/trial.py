@@ -203,6 +203,7 @@ class _Run:
             turn.prompt_tokens,
             turn.answer_tokens,
             session,
+            play.script.key or session,
             self.agenda.now,
             lambda done: self._answered(done, play, session, then),
         )

@@ -73,6 +73,7 @@ class Exchange:
     prompt_tokens: int
     answer_tokens: int
     session: str
+    session_key: str
     arrived_at: float
     done: Callable[[Exchange], object]
     has_failed: bool = False
@@ -206,7 +207,7 @@ class VirtualGateway:
             exchange.id,
             MODEL,
             prompt,
-            session_key=exchange.session if self.sends_session_keys else None,
+            session_key=exchange.session_key if self.sends_session_keys else None,
             pool=pool or {},
             may_hand_over=True,
         )
