@@ -209,7 +209,8 @@ class Requests:
         if not known.usable_blocks or not self.index.has_holder(leg.holder):
             return
         part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
-        will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
+        # Of a source that has lost events the confirmation may be lost as well, or can't be named.
+        will_confirm = chosen.trust is Trust.EXACT and not known.is_text
         limits = self.limits
         lifetime_s = limits.prediction_s if will_confirm else limits.approximate_prediction_s
         self.index.predict(leg.holder, known.chain[part.start : part.stop], now + lifetime_s)

@@ -16,6 +16,8 @@ from moongate.simulator.trial import Result, Trial, run
 
 BAR_CELLS = 30
 SHOWN_EVERY_S = 0.2
+MOST = 0.95
+"""Where devices could hold more of what is reused than this, room isn't what matters."""
 
 
 class SimulateError(ValueError):
@@ -75,7 +77,7 @@ def simulate(
     rows = [result.row for result in results]
     print(table(rows), file=out)
     for result in results:
-        if result.row.hit_rate and result.bounds.recency < 1:
+        if result.row.pool_hit_rate and result.bounds.recency < MOST:
             print(bound_line(result), file=out)
     if json_file is not None:
         json_file.write_text(as_json(preset, seed, rows))

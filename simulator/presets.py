@@ -250,8 +250,8 @@ FAULTS = (
     Fault("events 2 s late", late_s=2.0),
     Fault("events twice", repeated_share=0.2),
     Fault("one of eight 3x slow", slow=1),
-    Fault("one crashes for 60 s", crashed=1, at_s=1800.0),
-    Fault("one cut off for 60 s", cut_off=1, at_s=1800.0),
+    Fault("one crashes for 60 s", crashed=1),
+    Fault("one cut off for 60 s", cut_off=1),
 )
 
 
@@ -273,7 +273,9 @@ def faults(given: Given) -> list[Trial]:
         ramp_s=300.0,
     )
     trials = []
-    for fault in FAULTS:
+    half_way_s = given.horizon_s / 2
+    for told in FAULTS:
+        fault = replace(told, at_s=half_way_s) if told is not None else None
         trials.append(replace(base, fault=fault))
         if fault is None or fault.slow or fault.crashed:
             trials.append(replace(_with_policy(base, "round_robin"), fault=fault))

@@ -302,15 +302,18 @@ def _bounds(under_way: _Run, measured: Sequence[Exchange]) -> Bounds:
     trial, last = under_way.trial, dict[str, Exchange]()
     pauses: list[Pause] = []
     held_token_s = 0.0
-    for exchange in sorted(measured, key=lambda e: e.arrived_at):
+    for exchange in sorted(under_way.ended, key=lambda e: e.arrived_at):
+        before = last.get(exchange.session)
+        last[exchange.session] = exchange
+        if exchange.ended_at < trial.warm_s:
+            continue
         begun_at = exchange.first_token_at or exchange.ended_at
         held_token_s += exchange.prompt_tokens * (exchange.ended_at - begun_at)
-        before = last.get(exchange.session)
         if before is not None:
             pause_s = exchange.arrived_at - before.ended_at
             pauses.append(Pause(pause_s, exchange.cached_tokens, exchange.cached_tokens))
-        last[exchange.session] = exchange
-    pauses += (Pause(trial.horizon_s - e.ended_at, e.prompt_tokens, 0) for e in last.values())
+    over = (exchange for exchange in last.values() if exchange.ended_at >= trial.warm_s)
+    pauses += (Pause(trial.horizon_s - e.ended_at, e.prompt_tokens, 0) for e in over)
     capacity = sum(i.batcher.shape.blocks * i.block_tokens for i in under_way.instances.values())
     room_token_s = capacity * (trial.horizon_s - trial.warm_s) - held_token_s
     return device_bounds(pauses, room_token_s, sum(e.cached_tokens for e in measured))
