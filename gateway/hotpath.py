@@ -39,6 +39,7 @@ from moongate.gateway.handing_over import (
 )
 from moongate.gateway.headers import (
     clean_request_id,
+    ends_session,
     make_request_id,
     read_headers,
     request_headers,
@@ -334,6 +335,7 @@ class _Exchange:
                 hands_over and self._path.adopted < ADOPTED_MAX and may_hand_over(self._route, body)
             ),
             stays_whole=hands_over and self._stays_whole(body, model),
+            ends_session=ends_session(self._headers),
         )
 
     def _note_turn(self, session_key: str, model: str, body: Body) -> None:
@@ -341,6 +343,8 @@ class _Exchange:
         fields, prompt = self._read.fields, self._read.prompt
         if fields is not None and prompt is not None:
             self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
+        if ends_session(self._headers):
+            self._path.divergences.forget(session_key, model)
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""
