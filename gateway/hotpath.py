@@ -15,6 +15,8 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+import orjson
+
 from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.background import Background
 from moongate.gateway.body import (
@@ -26,6 +28,7 @@ from moongate.gateway.body import (
 )
 from moongate.gateway.bootstrap import Bootstraps
 from moongate.gateway.client import Client
+from moongate.gateway.collected import follow_into
 from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, stream_error_events
@@ -231,7 +234,7 @@ class _Exchange:
             raw = self._client.take_body()
             parsed = self._parse(raw)
             if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
-                self._answer_later(raw, parsed)
+                await self._answer_later(raw, parsed)
                 return
             body = self._body = self._begin_turn(parsed)
             self._has_one_choice = body.top.get("n") in (None, 1)
@@ -287,15 +290,35 @@ class _Exchange:
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
 
-    def _answer_later(self, raw: bytes, body: Body) -> None:
-        """Tell the client what to ask for, and compute it meanwhile. Raises: GatewayError."""
+    async def _answer_later(self, raw: bytes, body: Body) -> None:
+        """Tell the client what to ask for, or what comes, of an answer that goes on without it.
+
+        It is counted when it ends. Raises: GatewayError.
+        """
         self._model_label = self._find_model(body)
-        told = self._path.background.begin(self._client, raw, body)
-        self._answer_with(200, told, {})
+        background = self._path.background
+        run = background.begin(self._client, raw, body)
+        self._is_counted = True
+        if not run.is_stream:
+            self._answer_with(200, orjson.dumps(run.announced), {})
+            return
+        collected = run.collected
+        try:
+            await collected.begun()
+        except asyncio.CancelledError:
+            background.forget(run)  # its client can't know its name
+            raise
+        if collected.status == 200:
+            await follow_into(collected, self._client)
+            return
+        await collected.ended()
+        self._client.start(collected.status or 500, collected.answer_headers)
+        self._client.finish(collected.answer)
 
     def _answer_with(self, status: int, body: bytes, extra: Mapping[str, str]) -> None:
         """Answer by ourselves, in JSON."""
-        self._count(status)
+        if not self._is_counted:
+            self._count(status)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),

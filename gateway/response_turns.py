@@ -82,16 +82,25 @@ class ResponseTurns:
         response: Mapping[str, Any],
         input_items: bytes,
         previous: StoredResponse | None,
+        events: bytes = b"",
     ) -> bytes:
-        """Keep a response of the gateway's own making; return it as its client gets it."""
+        """Keep a response of the gateway's own making; return it as its client gets it.
+
+        `events`: those that told it, for clients that ask for them again.
+        """
         text = orjson.dumps(response)
         output = orjson.dumps(response["output"])[1:-1]
         is_running = response["status"] in RUNNING
+        name = response["id"]
         stored = StoredResponse(
-            NO_TENANT, response["id"], previous, input_items, output, text, is_running=is_running
+            NO_TENANT, name, previous, input_items, output, text, events, is_running
         )
         self.store.put(stored, self._clock())
         return text
+
+    def forget(self, response_id: str) -> None:
+        """Forget a response; those that continue it stay whole."""
+        self.store.remove(NO_TENANT, response_id)
 
 
 class ResponseTurn:
