@@ -71,7 +71,7 @@ def make_explain_route(
             may_hand_over=hands_over and may_hand_over(asked, body),
             stays_whole=hands_over and stays_whole(asked, body),
         )
-        if pooling is not None and read.prompt is not None:
+        if pooling is not None and read.prompt is not None and read.is_nameable:
             known = PromptTokens(read.prompt, read.tokens, read_salt(body), cards[body.model])
             would_be = await pooling.enrich(would_be, known)
         decision = driver.core.explain(would_be, driver.clock())

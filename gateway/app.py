@@ -98,7 +98,7 @@ class Gateway:
             waiting_max=settings.limits.queue_requests_max,
             memory_bytes_max=settings.limits.prompt_memory_bytes_max,
             spaces=self.core.spaces,
-            remote=self._find_remote,
+            remotes=self._find_remotes,
             clock=self._clock,
         )
         prompts = self._prompts
@@ -177,15 +177,16 @@ class Gateway:
         self._prompts.close()
         await self._links.close()
 
-    def _find_remote(self, model: str) -> EngineApi | None:
-        """Return an instance to be asked for token ids: the least loaded that has the model."""
+    def _find_remotes(self, model: str) -> list[EngineApi]:
+        """Return the instances to be asked about prompts: those that have the model, the least loaded first."""
         instances = self.core.fleet.available(model, self._clock(), ())
         if not instances or self._links is None:
-            return None
-        least = min(
-            instances, key=lambda i: sum(self.core.loads.get(h).active_requests for h in i.holders)
+            return []
+        loads = self.core.loads
+        by_load = sorted(
+            instances, key=lambda i: sum(loads.get(h).active_requests for h in i.holders)
         )
-        return self._links.get(least.spec.id).api
+        return [self._links.get(instance.spec.id).api for instance in by_load]
 
     async def answer(self, client: ClientRequest) -> None:
         """Answer a request for a proxied route."""

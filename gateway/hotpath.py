@@ -241,7 +241,7 @@ class _Exchange:
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
-            if self._path.pooling is not None and self._read.prompt is not None:
+            if self._path.pooling is not None and self._read.is_nameable:
                 self._known = self._name_blocks(self._read, body)
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
