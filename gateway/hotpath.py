@@ -511,7 +511,7 @@ class _Exchange:
         if self._bridge is not None:
             raw, target = self._bridge.body, self._bridge.path
         if is_one_token:
-            raw = one_token_body(raw)
+            raw = one_token_body(raw, PromptKind.CHAT if self._bridge else self._route.kind)
         if is_one_token or any((self._turn, self._renaming, self._bridge)):
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]
