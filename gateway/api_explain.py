@@ -48,7 +48,7 @@ def make_explain_route(
         asked = _route_of(raw, route)
         body, _ = aliases.resolve(parse_body(raw, asked), asked)
         if asked.kind is PromptKind.RESPONSES:
-            body = turns.begin(body, asked).body
+            body = (await turns.begin(body, asked)).body
         assert body.model is not None
         cards = driver.core.fleet.model_cards()
         if body.model not in cards:

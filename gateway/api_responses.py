@@ -29,20 +29,20 @@ def make_response_routes(turns: ResponseTurns, background: Background) -> APIRou
         `sequence_number` is `starting_after`.
         """
         if stream:
-            events = background.follow(response_id, starting_after)
+            events = await background.follow(response_id, starting_after)
             return StreamingResponse(events, media_type="text/event-stream")
-        return Response(turns.find(response_id, "response_id").response, media_type=JSON)
+        return Response((await turns.find(response_id, "response_id")).response, media_type=JSON)
 
     @routes.delete("/v1/responses/{response_id}")
     async def forget(response_id: str) -> dict[str, object]:
         """Forget a stored response; responses that continue it stay whole."""
-        turns.find(response_id, "response_id")
+        await turns.find(response_id, "response_id")
         turns.forget(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
         """End what runs in the background; a client just closes the others."""
-        return Response(background.cancel(response_id), media_type=JSON)
+        return Response(await background.cancel(response_id), media_type=JSON)
 
     return routes

@@ -22,11 +22,18 @@ from moongate.gateway.client import Client
 from moongate.gateway.collected import Collected
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.json_edits import read_top_level, with_field, with_objects
-from moongate.gateway.response_turns import ResponseTurn, ResponseTurns, no_items
+from moongate.gateway.response_sharing import SharedResponses
+from moongate.gateway.response_store import StoredResponse
+from moongate.gateway.response_turns import NO_TENANT, ResponseTurn, ResponseTurns, no_items
 from moongate.gateway.sse import split_events
 
 RUNNING_MAX = 1024
 """More are refused: nobody waits for them, so nothing else holds their number down."""
+
+POLL_S = 0.5
+"""How often replicas look at what others say of a response."""
+
+CANCEL_POLLS = 6
 
 _ECHOED: Mapping[str, Any] = {
     "instructions": None, "metadata": None, "parallel_tool_calls": True,
@@ -56,18 +63,19 @@ class Background:
         self._turns = turns
         self._answer = answer
         self._running: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._informing: asyncio.Task[None] | None = None
 
     @staticmethod
     def takes(body: Body) -> bool:
         """Tell whether a body asks for this. Without a store it can't; the engine will say so."""
         return body.top.get("background") is True and body.top.get("store", True) is True
 
-    def begin(self, client: Client, raw: bytes, body: Body) -> Run:
+    async def begin(self, client: Client, raw: bytes, body: Body) -> Run:
         """Begin a response. `raw`: the body as the client sent it. Raises: GatewayError (400, 404, 503)."""
         if len(self._running) >= RUNNING_MAX or self._held_bytes() > self._turns.store.bytes_max:
             message = "too many responses run in the background"
             raise GatewayError(503, message, "queue_full", headers={"retry-after": "1"})
-        turn = self._turns.begin(body, client.route)
+        turn = await self._turns.begin(body, client.route)
         if turn.own_items is None:
             raise no_items()
         response_id = f"resp_{secrets.token_hex(16)}"
@@ -78,15 +86,28 @@ class Background:
         task = asyncio.create_task(self._run(run))
         self._running[response_id] = run, task
         task.add_done_callback(lambda _: self._running.pop(response_id, None))
+        self._keep_others_informed()
         return run
 
-    def cancel(self, response_id: str) -> bytes:
+    async def cancel(self, response_id: str) -> bytes:
         """End a response that is still computed; return it. Raises: GatewayError (400, 404)."""
-        stored = self._turns.find(response_id, "response_id")
-        run, task = self._running.pop(response_id, (None, None))
-        if run is None or task is None:
-            message = "Cannot cancel a response that is complete, or not in the background."
-            raise GatewayError(400, message, "invalid_request", "response_id")
+        stored = await self._turns.find(response_id, "response_id")
+        if response_id in self._running:
+            return self._cancel(response_id, stored)
+        if stored.is_running and self._turns.shared is not None:
+            await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
+            for _ in range(CANCEL_POLLS):
+                await asyncio.sleep(POLL_S)
+                stored = await self._turns.find(response_id, "response_id")
+                if not stored.is_running:
+                    return stored.response
+            message = "the replica that computes it does not answer"
+            raise GatewayError(503, message, "replica_unreachable", headers={"retry-after": "1"})
+        message = "Cannot cancel a response that is complete, or not in the background."
+        raise GatewayError(400, message, "invalid_request", "response_id")
+
+    def _cancel(self, response_id: str, stored: StoredResponse) -> bytes:
+        run, task = self._running.pop(response_id)
         task.cancel()
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
         if run.is_stream:
@@ -102,26 +123,51 @@ class Background:
             task.cancel()
         self._turns.forget(run.id)
 
-    def follow(self, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
+    async def follow(self, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
         """Return a response's events behind the one of this number, those to come included.
 
         Raises: GatewayError (400: it has none, since its client didn't ask for a stream; 404).
         """
-        stored = self._turns.find(response_id, "response_id")
+        stored = await self._turns.find(response_id, "response_id")
         seen = 0 if starting_after is None else starting_after + 1
         run, _ = self._running.get(response_id, (None, None))
         if run is not None and run.is_stream:
             return run.collected.follow(seen)
+        if run is None and stored.is_running:
+            return self._follow_elsewhere(response_id, seen)
         if not stored.events:
             message = "stream: only for a response that was asked for with background and stream"
             raise GatewayError(400, message, "invalid_request", "stream")
         return _told(split_events(stored.events)[0][seen:])
+
+    async def _follow_elsewhere(self, response_id: str, seen: int) -> AsyncIterator[bytes]:
+        """Iterate over the events of a response that another replica computes, once it has."""
+        while (stored := await self._turns.find(response_id, "response_id")).is_running:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        async for event in _told(split_events(stored.events)[0][seen:]):
+            yield event
+
+    def _keep_others_informed(self) -> None:
+        """See to it that other replicas know that responses are computed here, as long as there are any."""
+        if self._turns.shared is not None and (self._informing is None or self._informing.done()):
+            self._informing = asyncio.create_task(self._inform(self._turns.shared))
+
+    async def _inform(self, shared: SharedResponses) -> None:
+        while self._running:
+            shared.running = {*self._running}
+            for response_id in await shared.renew(NO_TENANT):
+                if response_id in self._running:
+                    stored = await self._turns.find(response_id, "response_id")
+                    self._cancel(response_id, stored)
+            await asyncio.sleep(POLL_S)
+        shared.running = set()
 
     def _held_bytes(self) -> int:
         return sum(run.collected.size_bytes for run, _ in self._running.values())
 
     async def close(self) -> None:
         tasks = [task for _, task in self._running.values()]
+        tasks += [self._informing] if self._informing is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

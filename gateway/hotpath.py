@@ -236,7 +236,7 @@ class _Exchange:
             if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
                 await self._answer_later(raw, parsed)
                 return
-            body = self._body = self._begin_turn(parsed)
+            body = self._body = await self._begin_turn(parsed)
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
@@ -297,7 +297,7 @@ class _Exchange:
         """
         self._model_label = self._find_model(body)
         background = self._path.background
-        run = background.begin(self._client, raw, body)
+        run = await background.begin(self._client, raw, body)
         self._is_counted = True
         if not run.is_stream:
             self._answer_with(200, orjson.dumps(run.announced), {})
@@ -328,11 +328,11 @@ class _Exchange:
         self._client.start(status, response_headers((), headers))
         self._client.finish(body)
 
-    def _begin_turn(self, body: Body) -> Body:
+    async def _begin_turn(self, body: Body) -> Body:
         """Return the body with all that it continues. Raises: GatewayError (404)."""
         if self._route.kind is not PromptKind.RESPONSES:
             return body
-        turn = self._path.turns.begin(body, self._route)
+        turn = await self._path.turns.begin(body, self._route)
         self._turn = None if turn.is_plain else turn
         return turn.body
 
