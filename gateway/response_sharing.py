@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 import orjson
@@ -259,7 +260,9 @@ class SharedResponses:
 
 
 def _key(tenant: str, response_id: str, part: str = "") -> str:
-    return f"moongate:response:{tenant}:{response_id}" + (f":{part}" if part else "")
+    """Return a key. Names are quoted: an id with a colon in it is no part of another's."""
+    names = (tenant, response_id, part) if part else (tenant, response_id)
+    return "moongate:response:" + ":".join(quote(name, safe="") for name in names)
 
 
 def _read(value: bytes, read: Callable[[bytes], _Value]) -> _Value | None:

@@ -217,6 +217,20 @@ async def test_values_that_are_not_ours_are_as_none(server: RedisProcess) -> Non
         assert await one.metric("moongate_redis_up") == 1
 
 
+async def test_an_id_with_a_colon_is_no_part_of_anothers(server: RedisProcess) -> None:
+    handler = Engine()
+    handler.may_answer.clear()
+    async with replicas(server, handler) as (one, other):
+        queued = await respond(one, input="1", background=True)
+        assert (await other.client.get(f"/v1/responses/{queued['id']}")).status_code == 200
+        for part in ("run", "cancel"):
+            path = f"/v1/responses/{queued['id']}:{part}"
+            assert (await other.client.get(path)).status_code == 404
+            assert (await other.client.post(f"{path}/cancel")).status_code == 404
+        assert await one.metric("moongate_redis_up") == 1
+        handler.may_answer.set()
+
+
 async def test_part_of_a_conversation_that_expired_makes_it_unknown(server: RedisProcess) -> None:
     now = time.monotonic
     state = SharedState(server.url, timeout_s=1.0, clock=now)
