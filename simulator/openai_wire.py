@@ -441,7 +441,7 @@ def _chat_delta(delta: Delta) -> Json:
     told: Json = {}
     if delta.reasoning:
         told["reasoning"] = delta.reasoning
-    if delta.text or not (delta.reasoning or delta.calls):
+    if delta.text:
         told["content"] = delta.text
     if delta.calls:
         told["tool_calls"] = [_call_delta(call) for call in delta.calls]

@@ -12,6 +12,9 @@ from typing import Any
 DEPTH_MAX = 32
 """Levels of a sample; a schema that requires itself for ever is refused there."""
 
+VALUES_MAX = 10_000
+"""Values that are tried for one sample."""
+
 WORD = "text"
 """What a string is, if nothing is said about it."""
 
@@ -38,23 +41,34 @@ class SchemaUnsupported(ValueError):
 
 
 def sample(schema: object) -> Any:
-    """Return a value that satisfies `schema`. Raises: SchemaUnsupported."""
-    return _Sampler(schema).make(schema, DEPTH_MAX)
+    """Return a value that satisfies `schema`, one with as few levels as can be. Raises: SchemaUnsupported."""
+    problem = SchemaUnsupported("")
+    # Level by level, so that of a tree's alternatives the one without children is found at once.
+    for depth in range(1, DEPTH_MAX + 1):
+        try:
+            return _Sampler(schema).make(schema, depth)
+        except SchemaUnsupported as error:
+            problem = error
+    raise problem
 
 
 class _Sampler:
     def __init__(self, root: object) -> None:
         self._root = root
+        self._values = 0
 
     def make(self, schema: object, depth: int) -> Any:
         """Return a value; `depth` levels may still be below it."""
+        self._values += 1
+        if self._values > VALUES_MAX:
+            raise SchemaUnsupported(f"more than {VALUES_MAX:,} values")
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
             raise SchemaUnsupported(f"a schema is an object or true, not {schema!r:.80}")
         if depth == 0:
             raise SchemaUnsupported(f"more than {DEPTH_MAX} levels of required values")
-        schema = self._resolved(schema, depth)
+        schema = self._resolved(schema)
         for keyword in _IMPOSSIBLE:
             if keyword in schema:
                 raise SchemaUnsupported(f"the keyword {keyword!r} is unknown here")
@@ -67,9 +81,9 @@ class _Sampler:
                 return self._make_any(schema, keyword, depth)
         return self._make_of_type(_type_of(schema), schema, depth)
 
-    def _resolved(self, schema: Schema, depth: int) -> Schema:
+    def _resolved(self, schema: Schema) -> Schema:
         """Return a schema with what it refers to and all that it combines in one object."""
-        for _ in range(depth):
+        for _ in range(DEPTH_MAX):
             if "$ref" in schema:
                 found = self._find(schema["$ref"])
                 schema = _merged({k: v for k, v in schema.items() if k != "$ref"}, found)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import pydantic
 import yaml
+from pydantic_core import ErrorDetails
 
 FILE_BYTES_MAX = 10_000_000
 """Larger files are refused: their answers would not fit a context."""
@@ -23,6 +24,10 @@ LINES_SUFFIXES = (".jsonl", ".ndjson")
 
 PROBLEMS_MAX = 10
 """Problems of one file that are told."""
+
+
+_WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}
+"""What is said of problems that the library puts otherwise."""
 
 
 class ScriptError(ValueError):
@@ -150,7 +155,7 @@ def load_script(path: Path) -> Script:
         return Script.model_validate(value)
     except pydantic.ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        told = [_tell(path, lines, problem["loc"], problem["msg"]) for problem in problems]
+        told = [_tell(path, lines, problem) for problem in problems]
         raise ScriptError("\n".join(told[:PROBLEMS_MAX])) from error
 
 
@@ -168,7 +173,7 @@ def _read_lines(path: Path, text: str) -> tuple[list[Any], _Lines]:
         try:
             rules.append(json.loads(text.split("\n")[number - 1]))
         except (ValueError, RecursionError) as error:
-            raise ScriptError(f"{path}, line {number}: not JSON: {error}") from error
+            raise ScriptError(f"{path}:{number}: not JSON: {error}") from error
 
     def line_of(place: Sequence[int | str]) -> int:
         first = place[0] if place else 0
@@ -184,7 +189,7 @@ def _read_yaml(path: Path, text: str) -> tuple[Any, _Lines]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = 1 if error.problem_mark is None else error.problem_mark.line + 1
-        raise ScriptError(f"{path}, line {line}: not YAML: {error.problem}") from error
+        raise ScriptError(f"{path}:{line}: not YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: not YAML: {error}") from error
     return value, lambda place: _line_in(root, place)
@@ -210,14 +215,14 @@ def _line_in(node: yaml.Node | None, place: Sequence[int | str]) -> int:
     return line
 
 
-def _tell(path: Path, lines: _Lines, place: Sequence[int | str], problem: str) -> str:
+def _tell(path: Path, lines: _Lines, problem: ErrorDetails) -> str:
     """Return a problem with its file, line, rule and key."""
-    where = f"{path}, line {lines(place)}"
+    place, text = problem["loc"], problem["msg"].removeprefix("Value error, ")
+    text = _WORDS.get(problem["type"], text)
+    rule = [f"rule {step + 1}" for step in place[:1] if isinstance(step, int)]
     keys = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[1:])
-    if place and isinstance(place[0], int):
-        where += f", rule {place[0] + 1}"
-    problem = problem.removeprefix("Value error, ")
-    return f"{where}: {keys.lstrip('.')}: {problem}" if keys else f"{where}: {problem}"
+    parts = [f"{path}:{lines(place)}", *rule, *([keys.lstrip(".")] if keys else []), text]
+    return ": ".join(parts)
 
 
 # --- patterns -------------------------------------------------------------------------------------
