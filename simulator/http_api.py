@@ -185,8 +185,7 @@ class SimApi:
         """Raises: ApiError, RenderError."""
         options, chat = parse_response(body)
         self._check_model(body)
-        ids = self._renderer.chat_token_ids(chat)
-        return options, ids, self._teller.answers(chat, ids, options.choices)
+        return options, *self._read_messages(chat, None, options)
 
     async def _generate(self, request: Request, read: _Reader) -> Response:
         body = await _read_body(request)
@@ -207,12 +206,21 @@ class SimApi:
         openai_wire.check_messages(body)
         options = openai_wire.parse_options(body, is_chat=True)
         self._check_model(body)
-        ids = openai_wire.reused_token_ids(body)
-        if ids is None:
-            ids = await _render(self._renderer.chat_token_ids, body)
-        else:
-            ids = await _render(self._renderer.completion_token_ids, ids)
-        return options, [ids], await _render(self._teller.answers, body, ids, options.choices)
+        reused = openai_wire.reused_token_ids(body)
+        ids, raw_answers = await _render(self._read_messages, body, reused, options)
+        return options, [ids], raw_answers
+
+    def _read_messages(
+        self, chat: Json, reused: list[int] | None, options: GenerateOptions
+    ) -> tuple[list[int], tuple[RawAnswer, ...]]:
+        """Return the prompt of a chat, and what the answers will be. Raises: ApiError, RenderError.
+
+        Who wants tokens without end asks for no answer: a gateway's prefill, or a benchmark.
+        """
+        ids = self._renderer.chat_token_ids(chat) if reused is None else reused
+        if options.ignores_end:
+            return ids, ()
+        return ids, self._teller.answers(chat, ids, options.choices)
 
     async def _read_completion(self, body: Json) -> _Read:
         given = openai_wire.parse_prompts(body)

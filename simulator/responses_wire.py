@@ -80,7 +80,10 @@ def _constraints(body: Mapping[str, Any]) -> Json:
     }
     choice = told.get("tool_choice")
     if isinstance(choice, dict):
-        told["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        del told["tool_choice"]  # others than functions are tools of the engine's own
+        if choice.get("type") == "function":
+            function = {"name": choice.get("name")}
+            told["tool_choice"] = {"type": "function", "function": function}
     text = body.get("text")
     form = text.get("format") if isinstance(text, dict) else None
     if isinstance(form, dict) and form.get("type") == "json_schema":

@@ -59,7 +59,7 @@ OUTPUT_TOKEN_IDS_SCANNED = 8192
 """How far into the vocabulary to look for tokens to answer with."""
 
 
-SCRIPT_HELP = "rules for what is answered to chats, YAML or JSON lines (docs/simulated-engines.md)"
+SCRIPT_HELP = "rules for what chats are answered, YAML or JSON lines: docs/simulated-engines.md (default: none)"
 
 
 class PoolSegment(enum.Enum):

@@ -189,6 +189,30 @@ async def test_a_limit_cuts_a_scripted_answer() -> None:
     assert whole["usage"]["completion_tokens"] == 40
 
 
+async def test_who_wants_tokens_without_end_gets_any_text() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 300}
+    async with engine(Script.model_validate([SAYS_ALL])) as url:
+        async with httpx.AsyncClient(trust_env=False, base_url=url) as client:
+            asked = {**body, "ignore_eos": True}
+            whole = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert whole["usage"]["completion_tokens"] == 300
+    assert whole["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_choice_of_the_engines_own_tools_forces_no_call() -> None:
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    body = {"input": "x", "tools": tools, "max_output_tokens": 5}
+    async with engine(Script.model_validate([{"answers": [{"text": "Yes."}]}])) as url:
+        async with httpx.AsyncClient(trust_env=False, base_url=url) as client:
+            choices: list[Any] = [{"type": "web_search"}, {"type": "function", "name": "grep"}]
+            told = [
+                (await client.post("/v1/responses", json={**body, "tool_choice": choice})).json()
+                for choice in choices
+            ]
+    assert told[0]["output"][0]["content"][0]["text"] == "Yes."
+    assert told[1]["status"] == "incomplete"  # the call that it forces is longer
+
+
 async def test_prefill_and_decode_apart_say_the_same() -> None:
     script = Script.model_validate([SAYS_ALL])
     scripted = {"script": script}
