@@ -159,8 +159,7 @@ class Divergences:
         difference = find_difference(before.outline, turn.outline, self._texts)
         if difference is None:
             difference = Difference(Cause.TEMPLATE)
-        name = hashlib.blake2s(session_key.encode(), digest_size=6).hexdigest()
-        return Divergence(name, model, could, shared_tokens, difference)
+        return Divergence(name_of(session_key), model, could, shared_tokens, difference)
 
     def _report(self, found: Divergence) -> None:
         self._on_divergence(found)
@@ -172,6 +171,11 @@ class Divergences:
 
 
 _LOGGED = ("cause", "message", "role", "byte", "bytes_before", "bytes_now")
+
+
+def name_of(session_key: str) -> str:
+    """Return what a session is called where its key is not to be read."""
+    return hashlib.blake2s(session_key.encode(), digest_size=6).hexdigest()
 
 
 def _line_of(turn: _Turn, lines: Sequence[_Turn]) -> _Turn | None:
