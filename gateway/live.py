@@ -13,11 +13,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
-
-from moongate.gateway.live_view import LiveView
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +31,22 @@ class TooManyViewers(Exception):
     """`VIEWERS_MAX` are there already."""
 
 
+class Viewed(Protocol):
+    """What frames are made of: `LiveView`."""
+
+    def parts(self) -> Mapping[str, Any]: ...
+
+    def now_s(self) -> float: ...
+
+
 class LiveFeed:
     """Frames for viewers. All streams end, after one more frame, once `is_stopping` says so."""
 
-    def __init__(self, view: LiveView, is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, view: Viewed, is_stopping: Callable[[], bool], *, tick_s: float = TICK_S
+    ) -> None:
         self._view = view
+        self._tick_s = tick_s
         self._is_stopping = is_stopping
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
@@ -99,7 +108,7 @@ class LiveFeed:
     async def _keep_making(self) -> None:
         loop, took_s = asyncio.get_running_loop(), 0.0
         while not self._has_ended:
-            await asyncio.sleep(max(TICK_S, took_s / SHARE_MAX))
+            await asyncio.sleep(max(self._tick_s, took_s / SHARE_MAX))
             # Streams that went on would keep the server from ending.
             self._has_ended = self._is_stopping()
             began = loop.time()

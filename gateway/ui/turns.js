@@ -37,7 +37,7 @@ export function showSlowest(turns, now) {
 }
 
 function newReceipt() {
-  const region = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Candidates" }, el("table", {}, el("thead", {}, el("tr")), el("tbody")));
+  const region = el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Candidates" }, el("table", {}, el("thead", {}, el("tr")), el("tbody")));
   return el("details", { class: "receipt" }, el("summary", {}, el("strong"), " ", el("span"), " ", el("span", { class: "quiet" })), el("p"), region);
 }
 
