@@ -135,11 +135,11 @@ class HotPath:
         metrics: Metrics,
         turns: ResponseTurns,
         divergences: Divergences,
-        recent: RecentTurns,
+        seen: RecentTurns,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
     ) -> None:
-        self.recent = recent
+        self.seen = seen
         self.turns = turns
         self.background = Background(turns, self.answer)
         self.divergences = divergences
@@ -641,11 +641,11 @@ class _Exchange:
             metrics.prompt_tokens.add(recompute, "recompute")
 
     def _note_turn_forwarded(self, forward: Forward) -> None:
-        recent = self._path.recent
+        seen = self._path.seen
         if self._noted is not None:
-            recent.forward_again(self._noted, forward)
+            seen.forward_again(self._noted, forward)
         elif self._request is not None:
-            self._noted = recent.begin(self._request, forward, self._path.driver.clock())
+            self._noted = seen.begin(self._request, forward, self._path.driver.clock())
 
     def _finish(
         self,

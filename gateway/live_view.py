@@ -13,7 +13,8 @@ from typing import Any
 
 from moongate import __version__
 from moongate.gateway.api_admin import Readiness, instance_as_json, unready_reasons
-from moongate.gateway.divergence import Divergence, name_of
+from moongate.gateway.body import name_session
+from moongate.gateway.divergence import Divergence
 from moongate.gateway.driver import Driver
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.pooling import Pooling
@@ -138,7 +139,7 @@ class LiveView:
         confirmed, expected = self._held(session)
         return {
             **_name_of(session),
-            "hash": name_of(session.key) if session.key is not None else None,
+            "hash": name_session(session.key) if session.key is not None else None,
             "model": session.model[:KEY_CHARS_MAX],
             "turns": session.turns,
             "at_s": self._at(session.at),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +105,10 @@ def state_of(page: Browser, instance: str) -> str:
     return page.text(f'#fleet [data-key="{instance}"] .pill')
 
 
+def is_in(page: Browser, instance: str, state: str) -> bool:
+    return state_of(page, instance) == state
+
+
 # --- what it shows --------------------------------------------------------------------------------
 
 
@@ -199,7 +204,7 @@ def test_an_instance_drained_elsewhere_shows_within_two_seconds(
     assert state_of(page, "engine-b") == "up"
     for path, state in (("drain", "draining"), ("undrain", "up")):
         httpx.post(f"{fleet.url}/admin/instances/engine-b/{path}", trust_env=False)
-        until(lambda state=state: state_of(page, "engine-b") == state, 2.0)
+        until(functools.partial(is_in, page, "engine-b", state), 2.0)
     assert "engine-b is up" in page.text("#announcer")
 
 
@@ -233,7 +238,7 @@ def test_draining_by_keyboard_alone(page: Browser, fleet: Child) -> None:
             press(Keys.TAB)
         assert focused() == verb
         press(Keys.ENTER)
-        until(lambda state=state: state_of(page, "engine-a") == state, 2.0)
+        until(functools.partial(is_in, page, "engine-a", state), 2.0)
         assert not page.run("return document.querySelector('#drain-dialog').open")
     assert page.errors() == []
 

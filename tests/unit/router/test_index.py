@@ -59,8 +59,8 @@ def test_a_block_tells_who_has_it_where_it_can_be_reused_and_who_is_to_get_it() 
     store(index, HB, H[0], tier=Tier.HOST)
     store(index, HC, H[0], tier=Tier.POOL)
     index.predict(HC, H[:2], expires_at=9.0)
-    assert index.find_holders(H[0]) == ({HA, HB}, {HC})
-    assert index.find_holders(H[1]) == (frozenset(), {HC})
+    assert index.find_holders(H[0]) == (frozenset({HA, HB}), frozenset({HC}))
+    assert index.find_holders(H[1]) == (frozenset(), frozenset({HC}))
     assert index.find_holders(H[2]) == (frozenset(), frozenset())
 
 
