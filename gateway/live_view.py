@@ -165,7 +165,7 @@ class LiveView:
         for marks in session.marks.values():
             sure: frozenset[Holder] | None = None
             likely: frozenset[Holder] | None = None
-            for tokens, block in marks:
+            for tokens, block in marks.ends():
                 having, predicted = self._driver.core.index.find_holders(block)
                 sure = having if sure is None else sure & having
                 likely = having | predicted if likely is None else likely & (having | predicted)

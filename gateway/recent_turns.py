@@ -11,7 +11,7 @@ see how much of it an instance holds.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moongate.gateway.divergence import Divergence
@@ -40,6 +40,20 @@ PERIODS_MAX = 60
 """Reuse is added up by these periods, for ten minutes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Evenly spread blocks of a chain, and its last one. Tokens are those up to a block's end."""
+
+    blocks: Sequence[BlockHash]
+    step_tokens: int
+    last_tokens: int
+
+    def ends(self) -> Iterator[tuple[int, BlockHash]]:
+        """Yield each block with the leading tokens that end with it."""
+        for number, block in enumerate(self.blocks, 1):
+            yield min(number * self.step_tokens, self.last_tokens), block
+
+
 @dataclass(slots=True)
 class Session:
     """A session as its last turn left it."""
@@ -52,8 +66,7 @@ class Session:
     prompt_tokens: int | None = None
     pool_tokens: int = 0  # leading ones that the pool had of it
     instance: InstanceId | None = None
-    marks: Mapping[BlockSpace, Sequence[tuple[int, BlockHash]]] = field(default_factory=dict)
-    """For each space, blocks of the last prompt: how many tokens end with it, and its hash."""
+    marks: Mapping[BlockSpace, Marks] = field(default_factory=dict)  # of its last prompt
     tail: BlockHash | None = None  # the last full block of its last prompt
 
 
@@ -193,12 +206,14 @@ def _kept(decision: Decision) -> Decision:
     return decision._replace(ranking=decision.ranking[:CANDIDATES_MAX])
 
 
-def marks_of(prompt: Prompt) -> dict[BlockSpace, list[tuple[int, BlockHash]]]:
-    """Return a few blocks of each of the prompt's chains, its last one among them: `Session.marks`."""
-    marks: dict[BlockSpace, list[tuple[int, BlockHash]]] = {}
+def marks_of(prompt: Prompt) -> dict[BlockSpace, Marks]:
+    """Return a few blocks of each of the prompt's chains, its last one among them."""
+    marks: dict[BlockSpace, Marks] = {}
     for space, chain in prompt.chains.items():
         known = prompt.known_in(space)
         step = max(1, -(-len(chain) // MARKS_MAX))
-        counts = [*range(step, len(chain), step), len(chain)] if chain else []
-        marks[space] = [(count * known.block_tokens, chain[count - 1]) for count in counts]
+        blocks = list(chain[step - 1 :: step])
+        if len(chain) % step:
+            blocks.append(chain[-1])
+        marks[space] = Marks(blocks, step * known.block_tokens, len(chain) * known.block_tokens)
     return marks

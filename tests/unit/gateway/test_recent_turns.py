@@ -119,7 +119,7 @@ def test_a_prompt_of_which_nothing_is_known_is_a_turn_all_the_same() -> None:
 @pytest.mark.parametrize("count", [1, 3, MARKS_MAX, MARKS_MAX + 1, 1000])
 def test_marks_are_few_and_the_last_block_is_one(count: int) -> None:
     chain = blocks(*range(count))
-    marks = marks_of(Prompt(count * 16 + 1, {SPACE: chain}))[SPACE]
+    marks = list(marks_of(Prompt(count * 16 + 1, {SPACE: chain}))[SPACE].ends())
     assert len(marks) <= MARKS_MAX
     assert marks[-1] == (count * 16, chain[-1])
     assert all(chain[tokens // 16 - 1] == block for tokens, block in marks)
@@ -128,7 +128,7 @@ def test_marks_are_few_and_the_last_block_is_one(count: int) -> None:
 
 def test_chunks_of_text_stand_for_their_estimated_tokens() -> None:
     prompt = Prompt(500, {TEXT_SPACE: blocks(1, 2)}, is_exact=False)
-    assert [tokens for tokens, _ in marks_of(prompt)[TEXT_SPACE]] == [64, 128]
+    assert [tokens for tokens, _ in marks_of(prompt)[TEXT_SPACE].ends()] == [64, 128]
 
 
 # --- turns ----------------------------------------------------------------------------------------
