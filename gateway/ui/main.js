@@ -19,6 +19,7 @@ const STATES = {
 };
 
 let parts = {};
+let latest = 0; // seconds of the gateway
 let state = "connecting";
 let states = new Map(); // of instances, to announce what changes
 const lanes = new Lanes();
@@ -26,9 +27,8 @@ const drainDialog = new DrainDialog(changeInstance);
 const stream = new Stream(takeFrame, setState);
 
 function takeFrame(frame) {
-  if (frame.is_whole && (parts.decisions?.count ?? 0) > (frame.parts.decisions?.count ?? 0)) {
-    lanes.forget(); // another process: it counts anew
-  }
+  if (frame.now_s < latest) lanes.forget(); // another process: it counts anew
+  latest = frame.now_s;
   parts = frame.is_whole ? frame.parts : { ...parts, ...frame.parts };
   lanes.tell(frame.now_s);
   setState("live");
