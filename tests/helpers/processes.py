@@ -191,12 +191,16 @@ def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gat
         f"http://127.0.0.1:{port}",
         directory / f"{name}.log",
     )
-    child.wait_until("/ready", 30.0)
-    deadline = time.monotonic() + 30.0
-    key = os.environ.get((settings.get("auth") or {}).get("admin_key_env") or "")
-    while states_of(child.url, key) != {"up"}:
-        assert time.monotonic() < deadline, f"not all instances came up:\n{child.tail()}"
-        time.sleep(0.05)
+    try:
+        child.wait_until("/ready", 30.0)
+        deadline = time.monotonic() + 30.0
+        key = os.environ.get((settings.get("auth") or {}).get("admin_key_env") or "")
+        while states_of(child.url, key) != {"up"}:
+            assert time.monotonic() < deadline, f"not all instances came up:\n{child.tail()}"
+            time.sleep(0.05)
+    except BaseException:
+        child.kill()  # nobody else knows of it
+        raise
     return child
 
 

@@ -52,7 +52,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
-    def wait_for(self, condition: Callable[[str], bool], timeout_s: float = 20.0) -> str:
+    def wait_for(self, condition: Callable[[str], object], timeout_s: float = 20.0) -> str:
         """Return what the screen shows once that is as wished; the test fails if it never is."""
         deadline = time.monotonic() + timeout_s
         while not condition(shown := self.read()):
