@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pyte
 
@@ -96,6 +97,23 @@ def terminal(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
         yield shown
     finally:
         shown.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # Its engines are in process groups of their own.
+        while left := processes_of(process.pid):
+            for number in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            process.poll()
         process.wait()
+
+
+def processes_of(session: int) -> dict[int, str]:
+    """Return the command lines of the processes that are in a terminal's session, by their ids."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found

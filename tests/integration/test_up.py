@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from processes import free_port
-from terminals import Terminal, terminal
+from terminals import Terminal, processes_of, terminal
 
 from moongate.local_stack import EXAMPLE
 from moongate.simulator.server import BUNDLED_TOKENIZER
@@ -41,22 +41,9 @@ def ask(url: str) -> None:
     assert answer.status_code == 200
 
 
-def left_of(session: int) -> list[str]:
-    """Return the command lines of the processes that are in a terminal's session."""
-    left = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                left.append((process / "cmdline").read_text().replace("\0", " "))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return left
-
-
 def until_nothing_is_left(session: int, timeout_s: float = 15.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := left_of(session):
+    while left := processes_of(session):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -161,7 +148,7 @@ def test_engines_of_their_own_end_with_it(tmp_path: Path, how: str) -> None:
             shown.wait_for(lambda text: re.search(r"starting engine-a, engine-b: [1-9]", text))
         else:
             shown.wait_for(lambda text: HINT in text, 40.0)
-        assert len([line for line in left_of(session) if "sleep 300" in line]) >= 2
+        assert len([line for line in processes_of(session).values() if "sleep 300" in line]) >= 2
         if how.startswith("ctrl-c"):
             shown.press(b"\x03")
         elif how.startswith("sigterm"):
