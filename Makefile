@@ -2,7 +2,7 @@
 
 PYTHON = python3
 BIN = .venv/bin
-SOURCES = gateway router engine_plugins kvpool simulator cli.py engine_cli.py local_stack.py __init__.py
+SOURCES = gateway router engine_plugins kvpool simulator cli.py engine_cli.py local_stack.py stack_panel.py __init__.py
 LINTED = $(SOURCES) tests scripts examples benchmarks
 MODEL = smollm2
 PORT = 8000

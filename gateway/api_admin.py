@@ -24,7 +24,7 @@ from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
 from moongate.gateway.settings import Settings
 from moongate.gateway.shared_state import SharedState
-from moongate.router import Role, Tier
+from moongate.router import Holder, Role, Tier
 from moongate.router.fleet import InstanceState
 
 
@@ -72,7 +72,7 @@ def make_admin_app(
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Whether a request could be routed now, and if not, why. `degraded`: as in `/health`."""
-        reasons, lacking = _unready_reasons(driver, readiness), _lacking(pooling, state)
+        reasons, lacking = unready_reasons(driver, readiness), _lacking(pooling, state)
         degraded = {"degraded": lacking} if lacking else {}
         body = {"ready": not reasons, "reasons": reasons, **degraded}
         return JSONResponse(body, status_code=503 if reasons else 200)
@@ -91,7 +91,7 @@ def make_admin_app(
     @app.get("/admin/instances")
     async def instances() -> dict[str, Any]:
         """Address, origin, state, role, trust, load and tokens held, of each instance."""
-        return {"instances": [_instance_as_json(driver, roster, state) for state in core.fleet]}
+        return {"instances": [instance_as_json(driver, roster, state) for state in core.fleet]}
 
     @app.get("/admin/index")
     async def index() -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _lacking(pooling: Pooling | None, state: SharedState | None) -> list[str]:
     return ["pool"] * lacks_pool + ["redis"] * lacks_redis
 
 
-def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
+def unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
     reasons: list[str] = []
     if readiness.is_draining:
         reasons.append("the gateway is stopping")
@@ -147,8 +147,11 @@ def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
     return reasons
 
 
-def _instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> dict[str, Any]:
+def instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> dict[str, Any]:
+    """Return what `/admin/instances` says of an instance. Tokens of each cache, by tier."""
     core, listing = driver.core, roster.describe(state.spec.id)
+    size = core.candidates.block_size_tokens(state)
+    blocks = state.facts.capacity_blocks if state.facts is not None else None
     return {
         "id": state.spec.id,
         "url": listing.url,
@@ -158,26 +161,35 @@ def _instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> d
         "weight": state.spec.weight,
         "state": _state_of(state, driver.clock()),
         "models": [card.name for card in state.facts.models] if state.facts is not None else [],
+        "block_size_tokens": size,
+        "capacity_tokens": blocks * size if blocks is not None and size is not None else None,
         "caches": [
             {
                 "rank": holder.rank,
                 "trust": core.sources.trust(holder).name.lower(),
                 "active_requests": core.loads.get(holder).active_requests,
                 "queued_prefill_tokens": core.loads.get(holder).queued_prefill_tokens,
-                "tokens_held": _tokens_held(driver, state, str(holder)),
+                "tokens_held": _tokens_held(driver, holder, size),
+                "predicted_tokens": _predicted_tokens(driver, holder, size),
             }
             for holder in state.holders
         ],
     }
 
 
-def _tokens_held(driver: Driver, state: InstanceState, holder_name: str) -> dict[str, int]:
-    core = driver.core
-    size = core.candidates.block_size_tokens(state)
-    holder = next((h for h in core.index.holders if str(h) == holder_name), None)
-    if holder is None or size is None:
+def _tokens_held(driver: Driver, holder: Holder, block_size_tokens: int | None) -> dict[str, int]:
+    index = driver.core.index
+    if block_size_tokens is None or not index.has_holder(holder):
         return {tier.value: 0 for tier in Tier}
-    return {tier.value: core.index.count(holder, tier) * size for tier in Tier}
+    return {tier.value: index.count(holder, tier) * block_size_tokens for tier in Tier}
+
+
+def _predicted_tokens(driver: Driver, holder: Holder, block_size_tokens: int | None) -> int:
+    """Return what is assumed beyond that, after forwards that no event has confirmed yet."""
+    index = driver.core.index
+    if block_size_tokens is None or not index.has_holder(holder):
+        return 0
+    return index.predicted_count(holder) * block_size_tokens
 
 
 def _state_of(state: InstanceState, now: float) -> str:

@@ -13,19 +13,23 @@ from fastapi import FastAPI
 from moongate.gateway.api_admin import Readiness, make_admin_app
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
+from moongate.gateway.api_live import make_live_routes
 from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
-from moongate.gateway.divergence import Divergences
+from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import clean_request_id, make_request_id, read_headers
 from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
+from moongate.gateway.live import LiveFeed
+from moongate.gateway.live_view import LiveView
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.recent_turns import RecentTurns
 from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore
 from moongate.gateway.response_turns import ResponseTurns
@@ -85,6 +89,12 @@ class Gateway:
         self._state: SharedState | None = None
         self._responses: SharedResponses | None = None
         self._admin: FastAPI | None = None
+        self._view: LiveView | None = None
+
+    @property
+    def view(self) -> LiveView:
+        assert self._view is not None, "the gateway has not been started"
+        return self._view
 
     @property
     def monitor(self) -> Monitor:
@@ -116,12 +126,16 @@ class Gateway:
             self._seeding = Seeding(driver, self._links, metrics.seedings)
         turns = await self._make_turns()
         metrics.watch(self._monitor, self._pooling, self._state)
-        divergences = Divergences(
-            metrics.note_divergence, keeps_text=settings.observability.keep_text
-        )
+        recent = RecentTurns()
+
+        def note_divergence(found: Divergence) -> None:
+            metrics.note_divergence(found)
+            recent.note_divergence(found, self._clock())
+
+        divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
         self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, turns, divergences, self._pooling,
-            self._seeding,
+            settings, driver, self._links, prompts, metrics, turns, divergences, recent,
+            self._pooling, self._seeding,
         )  # fmt: skip
         self._roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
@@ -135,6 +149,11 @@ class Gateway:
         self._admin.include_router(
             make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
         )
+        self._view = LiveView(
+            driver, self._roster, metrics, recent, prompts, self.readiness, self._pooling
+        )
+        feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
+        self._admin.include_router(make_live_routes(feed))
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()

@@ -59,6 +59,7 @@ from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
+from moongate.gateway.recent_turns import RecentTurns, Turn
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -138,9 +139,11 @@ class HotPath:
         metrics: Metrics,
         turns: ResponseTurns,
         divergences: Divergences,
+        seen: RecentTurns,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
     ) -> None:
+        self.seen = seen
         self.turns = turns
         self.background = Background(turns, self.answer)
         self.divergences = divergences
@@ -224,6 +227,8 @@ class _Exchange:
         self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
+        self._request: Request | None = None  # as routing saw it
+        self._noted: Turn | None = None  # for those who look; once it was forwarded
 
     # --- the steps --------------------------------------------------------------------------------
 
@@ -246,6 +251,7 @@ class _Exchange:
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
+            self._request = request
             await self._forward(self._handle_arrival(request))
         except GatewayError as error:
             self.refuse(error)
@@ -652,6 +658,7 @@ class _Exchange:
         metrics, decision = self._path.metrics, forward.decision
         instance = forward.holder.instance_id
         metrics.routed.add(1, instance, decision.policy, decision.reason.value)
+        self._note_turn_forwarded(forward)
         if decision.prompt_tokens is not None and not forward.is_redelivery:
             reused = decision.device_tokens + decision.pool_tokens
             recompute = max(decision.prompt_tokens - reused, 0)
@@ -659,6 +666,13 @@ class _Exchange:
             if decision.pool_tokens:
                 metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(recompute, "recompute")
+
+    def _note_turn_forwarded(self, forward: Forward) -> None:
+        seen = self._path.seen
+        if self._noted is not None:
+            seen.forward_again(self._noted, forward)
+        elif self._request is not None:
+            self._noted = seen.begin(self._request, forward, self._path.driver.clock())
 
     def _finish(
         self,
@@ -778,6 +792,8 @@ class _Exchange:
             self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
         elapsed_s = self._path.driver.clock() - self._began
         self._path.metrics.ttft_seconds.observe(elapsed_s, forward.holder.instance_id)
+        if self._noted is not None:
+            self._noted.ttft_s = elapsed_s
 
     def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
@@ -798,6 +814,8 @@ class _Exchange:
             cached_tokens, computing = handoff.cached_tokens, decision.prefill.holder
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
+        if self._noted is not None:
+            self._noted.delivered_tokens = cached_tokens
         if self._known is not None and self._path.pooling is not None and status == 200:
             pool_tokens = usage.pool_tokens()
             if pool_tokens is not None:
@@ -818,7 +836,10 @@ class _Exchange:
         metrics = self._path.metrics
         self._is_counted = True
         metrics.requests.add(1, self._route.template, self._model_label, str(status))
-        metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
+        elapsed_s = self._path.driver.clock() - self._began
+        metrics.e2e_seconds.observe(elapsed_s)
+        if self._noted is not None:
+            self._noted.status, self._noted.e2e_s = status, elapsed_s
 
 
 def _chained(edits: Sequence[Edit]) -> Edit | None:

@@ -30,6 +30,10 @@ class Tally(Collector):
     def add(self, amount: float, *labels: str) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + amount
 
+    def total(self, *labels: str) -> float:
+        """Return the sum over all combinations that begin with these labels."""
+        return sum(n for values, n in self._counts.items() if values[: len(labels)] == labels)
+
     def collect(self) -> Iterable[Metric]:
         name, text, labels = self._describes
         family = CounterMetricFamily(name, text, labels=labels)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "router", "kvpool", "engine_plugins", "simulator")
-MODULES = ("cli", "engine_cli", "local_stack")
+MODULES = ("cli", "engine_cli", "local_stack", "stack_panel")
 SCRIPTS = ("setup_venv", "setup_engine", "check_types", "make_sim_tokenizer")
 
 

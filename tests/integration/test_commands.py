@@ -68,7 +68,9 @@ def test_up_serves_until_a_signal_and_leaves_nothing(launch: Launch, number: int
         os.killpg(child.process.pid, 0)
     printed = log.read_text()
     assert f"{url}/v1" in printed
+    assert f"{url}/ui" in printed
     assert "curl -i" in printed
+    assert "\x1b" not in printed, "what is no terminal gets plain lines"
     assert "Traceback" not in printed
 
 
