@@ -2,7 +2,7 @@
 
 PYTHON = python3
 BIN = .venv/bin
-SOURCES = gateway router engine_plugins kvpool simulator cli.py engine_cli.py local_stack.py __init__.py
+SOURCES = gateway router engine_plugins kvpool simulator loadtest cli.py engine_cli.py local_stack.py __init__.py
 LINTED = $(SOURCES) tests scripts examples benchmarks
 MODEL = smollm2
 PORT = 8000
@@ -26,7 +26,7 @@ setup-engine: .venv-engine/.ready
 setup-bench: .venv-bench/.ready
 setup-sdks: .venv-sdks/.ready
 
-.venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
+.venv/.ready: requirements/gateway.txt requirements/loadtest.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) scripts/setup_venv.py
 
 .venv-bench/.ready: requirements/bench.txt
