@@ -93,10 +93,9 @@ def distribution(values: Iterable[float], points_max: int = 200) -> list[Point]:
         return []
     count = len(ordered)
     step = max(count / points_max, 1.0)
-    places = sorted(
-        {min(round(number * step), count - 1) for number in range(points_max)} | {count - 1}
-    )
-    return [(ordered[place], (place + 1) / count) for place in places]  # fmt: skip
+    numbers = {min(round(number * step), count - 1) for number in range(points_max)}
+    points = [(ordered[place], (place + 1) / count) for place in sorted(numbers | {count - 1})]
+    return [(ordered[0], 0.0), *points]
 
 
 # --- drawing --------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class AgentSession:
         return Turn(self._number, self._body(), pause_s)
 
     def answered(self, text: str) -> None:
-        self._tokens += self._settings.shape.answer_tokens + self._costs.per_message
+        self._tokens += self._settings.shape.answer_tokens + self._costs.per_answer
         message: Message = {"role": "assistant", "content": text}
         if self._has_tools and not self._user_speaks_next:
             message["tool_calls"] = [
@@ -169,7 +169,7 @@ class AgentSession:
 
     def _tool_result(self) -> Message:
         shape, costs = self._settings.shape, self._costs
-        mean = shape.turn_tokens - shape.answer_tokens - costs.per_message
+        mean = max(shape.turn_tokens - shape.answer_tokens - costs.per_answer, TOOL_TOKENS_MIN)
         tokens = max(_log_normal_mean(mean, TURN_SIGMA, self._chance), TOOL_TOKENS_MIN)
         is_tool = self._has_tools and self._number % USER_SPEAKS_EVERY != 0
         message = self._message(
@@ -358,7 +358,8 @@ class ReplayedPrompts:
 
     def _group(self, number: int, ids: Sequence[int]) -> Message:
         costs, size = self.costs, self.block_size_tokens
-        overhead = costs.per_message + (costs.per_request if number == 0 else 0)
+        overhead = costs.per_answer if number % 2 else costs.per_message
+        overhead += costs.per_request if number == 0 else 0
         words: list[str] = []
         for place, block in enumerate(ids):
             tokens = size - (overhead if place == 0 else 0)

@@ -166,14 +166,14 @@ def ttft_plot(title: str, times_ms: Mapping[str, Sequence[float]]) -> str:
 def reuse_plot(records: Sequence[TurnRecord]) -> str:
     """Return where prompt tokens came from, over time."""
     step_s, steps = _by_step(records)
-    totals = [_sources(own) for own in steps]
-    sources = [name for name in SOURCES if any(name in total for total in totals)]
+    totals = [(number * step_s, _sources(own)) for number, own in enumerate(steps)]
+    known = [(at_s, total) for at_s, total in totals if sum(total.values())]
+    sources = [name for name in SOURCES if any(total.get(name) for _, total in known)]
     shares = {
-        name: [total.get(name, 0) / (sum(total.values()) or 1) for total in totals]
-        for name in sources
+        name: [total.get(name, 0) / sum(total.values()) for _, total in known] for name in sources
     }
     title = "Where prompt tokens came from, over time"
-    xs = [number * step_s for number in range(len(steps))]
+    xs = [at_s for at_s, _ in known]
     y = Axis("share of prompt tokens", 0.0, 1.0, format="{:.0%}".format)
     return stacked_chart(title, shares, xs, _seconds(xs[-1] if xs else 1.0), y)
 

@@ -181,10 +181,14 @@ class Prober:
         if longer is None or three is None:
             return None
         per_word = max((longer - one) / (2 * PROBE_WORDS), 0.1)
-        per_message = max(round((three - one) / 2 - PROBE_WORDS * per_word), 0)
+        pair = max(
+            three - one - round(2 * PROBE_WORDS * per_word), 0
+        )  # a question's and an answer's
+        per_message = pair // 2
         return TokenCosts(
             per_word=round(per_word, 3),
             per_message=per_message,
+            per_answer=pair - per_message,
             per_request=max(one - round(PROBE_WORDS * per_word) - per_message, 0),
             tools=max(tools - one, 0) if tools is not None else 0,
         )

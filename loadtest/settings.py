@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,12 @@ def whole(least: int) -> Callable[[str], int]:
 
 def _costs(text: str) -> TokenCosts:
     try:
-        per_word, per_message, per_request, tools = text.split(",")
-        return TokenCosts(float(per_word), int(per_message), int(per_request), int(tools))
+        per_word, *others = text.split(",")
+        message, answer, request, tools = map(int, others)
+        return TokenCosts(float(per_word), message, answer, request, tools)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not WORD,MESSAGE,REQUEST,TOOLS") from None
+        names = "WORD,MESSAGE,ANSWER,REQUEST,TOOLS"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {names}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ OPTIONS: tuple[Option, ...] = (
 
 INTERNAL_OPTIONS: tuple[Option, ...] = (
     Option("--token-costs", "what the model's prompts take beside words, as measured by `moongate "
-           "loadtest`: tokens a word, a message, a request, for the tools", _costs, "W,M,R,T"),
+           "loadtest`: tokens a word, a message, an assistant's message, a request, for the tools", _costs, "W,M,A,R,T"),
     Option("--no-ignore-eos", "the server doesn't know ignore_eos: answers may end early"),
 )  # fmt: skip
 
@@ -266,8 +268,7 @@ def words_of(settings: WorkloadSettings) -> Iterator[str]:
         "--traces": settings.traces,
         "--trace-format": settings.trace_format.value if settings.trace_format else None,
         "--speed": settings.speed,
-        "--token-costs":
-            f"{costs.per_word},{costs.per_message},{costs.per_request},{costs.tools}",
+        "--token-costs": ",".join(str(value) for value in astuple(costs)),
     }  # fmt: skip
     for flag, value in values.items():
         if value is not None:

@@ -65,6 +65,8 @@ class TokenCosts:
     per_word: float = 1.0
     per_message: int = 5
     """What the chat template puts around a message."""
+    per_answer: int = 6
+    """What it puts around an assistant's."""
     per_request: int = 3
     """What it puts around a prompt: the beginning, and the opening of the answer."""
     tools: int = 0
