@@ -212,12 +212,12 @@ def _tool(name: str, description: str, argument: str, meaning: str) -> Mapping[s
     return {"type": "function", "function": function}
 
 
-TOOLS: Sequence[Mapping[str, Any]] = (
+TOOLS: list[Mapping[str, Any]] = [
     _tool("read_file", "Return a text file of the project.", "path", "Its path in the project."),
     _tool("search", "Return the lines that match.", "pattern", "A regular expression."),
     _tool("run", "Run a command and return what it prints.", "command", "The command line."),
     _tool("edit", "Apply a change to a file.", "patch", "The change, as a unified diff."),
-)
+]
 
 
 # --- shared prompts and bursts --------------------------------------------------------------------
@@ -329,9 +329,10 @@ class TraceReplay:
 class ReplayedPrompts:
     """Turns prompts that are known by block ids into messages.
 
-    The text is cut into messages at the same places in all prompts, users and assistants by turns, and
-    what a message costs beside its words is taken from its first block's: so blocks stay where they
-    were, and two prompts share as many tokens as the recorded ones did, up to the model's block size.
+    The text is cut into messages at the same places in all prompts, users and assistants by turns. What
+    a message costs beside its words is taken off the words of its last block, or of what follows the
+    last full block: so blocks end where they did or a little later, and two prompts share as many of
+    an engine's blocks as the recorded ones did.
     """
 
     block_size_tokens: int
@@ -350,35 +351,45 @@ class ReplayedPrompts:
         groups = [blocks[at : at + step] for at in range(0, len(blocks), step)]
         known = self._groups
         self._groups = [
-            known[n] if n < len(known) and known[n][0] == ids else (ids, self._group(n, ids))
+            known[n]
+            if n < len(known) and known[n][0] == ids
+            else (ids, self._group(n, ids, is_full=len(ids) == step))
             for n, ids in enumerate(groups)
         ]
         messages = [message for _, message in self._groups]
-        return self._with_tail(messages, request.prompt_tokens - len(blocks) * size, request)
+        tokens = request.prompt_tokens - len(blocks) * size
+        if groups and len(groups[-1]) < step:  # that message's own cost has yet to be taken off
+            is_answer = messages[-1]["role"] == "assistant"
+            tokens -= self.costs.per_answer if is_answer else self.costs.per_message
+        return self._with_tail(messages, tokens, request)
 
-    def _group(self, number: int, ids: Sequence[int]) -> Message:
-        costs, size = self.costs, self.block_size_tokens
-        overhead = costs.per_answer if number % 2 else costs.per_message
-        overhead += costs.per_request if number == 0 else 0
+    def _group(self, number: int, ids: Sequence[int], *, is_full: bool) -> Message:
+        is_answer = number % 2 == 1
+        overhead = self.costs.per_answer if is_answer else self.costs.per_message
         words: list[str] = []
         for place, block in enumerate(ids):
-            tokens = size - (overhead if place == 0 else 0)
-            own = make_words(f"{self.world}/{block}", costs.words_for(tokens) + 1)
+            is_last = is_full and place == len(ids) - 1
+            tokens = self.block_size_tokens - (overhead if is_last else 0)
+            own = make_words(f"{self.world}/{block}", self.costs.words_for(tokens) + 1)
             # A block's first word is made for a message's beginning.
             words += own[:-1] if place == 0 else own[1:]
-        return {"role": "assistant" if number % 2 else "user", "content": join(words)}
+        return {"role": "assistant" if is_answer else "user", "content": join(words)}
 
     def _with_tail(
         self, messages: list[Message], tokens: int, request: TraceRequest
     ) -> list[Message]:
+        """Return the prompt with what is its own: so many tokens, the opening of the answer included.
+
+        The last message is the user's. `tokens` may be less than nothing.
+        """
         name = f"{self.owner}/{request.prompt_tokens}/{len(messages)}"
+        tokens -= self.costs.per_request
         if messages and messages[-1]["role"] == "user":
             if tokens > 0:
                 tail = make_words(name, self.costs.words_for(tokens) + 1)[1:]
                 messages[-1] = messages[-1] | {"content": join([messages[-1]["content"], *tail])}
             return messages
-        overhead = self.costs.per_message + (0 if messages else self.costs.per_request)
-        words = self.costs.words_for(tokens - overhead)
+        words = self.costs.words_for(tokens - self.costs.per_message)
         return [*messages, {"role": "user", "content": make_text(name, words)}]
 
 
