@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,7 @@ def _guarded(run: Run) -> Run:
         from moongate.loadtest.probing import ProbeError
         from moongate.loadtest.running import LoadTestError
 
+        signal.signal(signal.SIGTERM, _terminate)
         try:
             return run(options)
         except _Misused as error:
@@ -243,6 +245,11 @@ def _guarded(run: Run) -> Run:
             return _fail(str(error))
 
     return guarded
+
+
+def _terminate(number: int, _: object) -> None:
+    """End as by an exception, so that no process that was started is left behind."""
+    raise SystemExit(128 + number)
 
 
 def _fail(problem: str) -> int:

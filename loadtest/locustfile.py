@@ -62,6 +62,9 @@ class Run:
     start_s: float
     open_conversations: int = 0
     latest_end_s: float = 0.0
+    is_stopping: bool = False
+    """Nothing more is sent. Locust kills users that wait, but one whose wait is over just then still
+    comes to its task."""
 
     def sender(self) -> Sender:
         return Sender(self.target, self.start_s, self.recorder.take)
@@ -120,6 +123,11 @@ def _start(environment: Environment, **_: Any) -> None:
         gevent.spawn(_print_progress, environment, environment.moongate_run)  # type: ignore[attr-defined]
 
 
+@events.test_stopping.add_listener
+def _stop_sending(environment: Environment, **_: Any) -> None:
+    environment.moongate_run.is_stopping = True  # type: ignore[attr-defined]
+
+
 @events.test_stop.add_listener
 def _stop(environment: Environment, **_: Any) -> None:
     run: Run = environment.moongate_run  # type: ignore[attr-defined]
@@ -174,6 +182,8 @@ class ConversationUser(User):
     @task
     def take_turn(self) -> None:
         """Send the turn that is due; none if the first one isn't yet."""
+        if self._run.is_stopping:
+            raise StopUser
         if self.wait_time() > 0:
             return
         if self._turn is None:
@@ -241,15 +251,13 @@ class OpenLoop(User):
     def on_start(self) -> None:
         self._run: Run = self.environment.moongate_run
         rate_per_s = self._run.settings.rate_per_s
-        if rate_per_s is None:
-            raise StopUser
+        assert rate_per_s is not None, "chosen for its rate"
         self._arrivals = poisson_arrivals(
             rate_per_s, random.Random(f"arrivals/{self._run.settings.seed}").random
         )
         self._next_s = next(self._arrivals)
         self._conversations = Group()
         self._pausing: set[gevent.Greenlet] = set()
-        self._is_stopping = False
 
     def wait_time(self) -> float:
         """Return the time until the next arrival (s)."""
@@ -258,13 +266,14 @@ class OpenLoop(User):
     @task
     def begin_what_is_due(self) -> None:
         """Begin every conversation whose time has come, also those that this process is late for."""
+        if self._run.is_stopping:
+            raise StopUser
         while self._next_s <= self._run.since_start_s():
             self._arrive(self._run.start_s + self._next_s)
             self._next_s = next(self._arrivals)
 
     def on_stop(self) -> None:
         """Let turns end that are under way, as long as locust grants to users, then cut them off."""
-        self._is_stopping = True
         for greenlet in tuple(self._pausing):
             greenlet.kill()
         self._conversations.join(timeout=self.environment.stop_timeout or 0.0)
@@ -280,21 +289,34 @@ class OpenLoop(User):
 
     def _hold(self, conversation: Conversation, due_s: float) -> None:
         """Take all turns of a conversation whose first is due at `due_s`."""
-        run, sender, own = self._run, self._run.sender(), gevent.getcurrent()
+        run, sender = self._run, self._run.sender()
         run.open_conversations += 1
         try:
             while (turn := conversation.next_turn()) is not None:
                 due_s += turn.pause_s
-                self._pausing.add(own)
-                gevent.sleep(max(due_s - time.perf_counter(), 0.0))
-                self._pausing.discard(own)
+                if not self._pause_until(due_s):
+                    return
                 answered = sender.send(conversation, turn, due_s)
                 due_s = time.perf_counter()
                 run.latest_end_s = run.since_start_s()
-                if self._is_stopping or not answered.record.is_ok:
+                if not answered.record.is_ok:
                     return
                 conversation.answered(answered.text)
         finally:
-            self._pausing.discard(own)
             run.open_conversations -= 1
             sender.close()
+
+    def _pause_until(self, due_s: float) -> bool:
+        """Wait until then; tell whether a turn may still be sent."""
+        if self._has_stopped():
+            return False
+        own = gevent.getcurrent()
+        self._pausing.add(own)
+        try:
+            gevent.sleep(max(due_s - time.perf_counter(), 0.0))
+        finally:
+            self._pausing.discard(own)
+        return not self._has_stopped()
+
+    def _has_stopped(self) -> bool:
+        return self._run.is_stopping

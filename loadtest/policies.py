@@ -46,6 +46,8 @@ def compare_policies(
         with _stack(policy, up_words, port) as url:
             own = replace(options, url=url, out=options.out / policy, name=policy)
             reports[policy], records[policy] = run(own)
+        if reports[policy]["interrupted"]:
+            break
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "comparison.json").write_text(json.dumps(reports, indent=2) + "\n")
     page = comparison_page(reports, records)

@@ -41,6 +41,8 @@ class TurnRecord:
     reason: str | None = None
     prompt_tokens: int | None = None
     """As the engine counted (`usage`), else as the receipt says."""
+    routed_prompt_tokens: int | None = None
+    """As routing counted; from the receipt. None: its policy doesn't look at prompts, or no receipt."""
     cached_tokens: int | None = None
     """Those that the engine says it didn't compute."""
     device_tokens: int | None = None
@@ -63,10 +65,6 @@ class TurnRecord:
     def is_ok(self) -> bool:
         return self.outcome == OK
 
-    @property
-    def has_receipt(self) -> bool:
-        return self.device_tokens is not None
-
     def end_s(self) -> float:
         """Return when it ended, since the run's start."""
         return self.sent_s + (self.e2e_ms or 0.0) / 1000
@@ -75,7 +73,8 @@ class TurnRecord:
         """Return where the prompt came from: `device`, `pool` and `recompute`.
 
         Reused is what the engine reports; of that at most what the receipt expected from the pool is
-        the pool's. Without a receipt, reused tokens are `cached`. Without usage, what was expected.
+        the pool's. Where routing didn't know the prompt, or there is no receipt, reused tokens are
+        `cached`. Without usage, what was expected counts.
         """
         if self.prompt_tokens is None:
             return {}
@@ -84,7 +83,7 @@ class TurnRecord:
             reused = (self.device_tokens or 0) + (self.pool_tokens or 0)
         reused = min(reused, self.prompt_tokens)
         computed = {"recompute": self.prompt_tokens - reused}
-        if not self.has_receipt:
+        if self.routed_prompt_tokens is None:
             return {"cached": reused, **computed}
         pool = min(self.pool_tokens or 0, reused)
         return {"device": reused - pool, "pool": pool, **computed}

@@ -91,7 +91,7 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
         options = replace(options, settings=settings)
         before = prober.settled_totals()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        _run_locust(options)
+        was_interrupted = _run_locust(options)
         after = prober.settled_totals()
     records = read_records(options.out / ROWS_FILE)
     facts = RunFacts(
@@ -106,6 +106,7 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
         before=before,
         after=after,
         name=options.name,
+        was_interrupted=was_interrupted,
     )
     report = summarise(records, facts)
     (options.out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
@@ -189,7 +190,8 @@ def locust_command(options: RunOptions) -> list[str]:
     return words
 
 
-def _run_locust(options: RunOptions) -> None:
+def _run_locust(options: RunOptions) -> bool:
+    """Make the load; tell whether somebody ended it early. Raises: LoadTestError."""
     log = options.out / "locust.log"
     limit_s = options.duration_s + GRACE_S + START_S_MAX
     with log.open("w") as errors, _ended(_start_locust(options, errors)) as process:
@@ -197,7 +199,7 @@ def _run_locust(options: RunOptions) -> None:
         assert process.stdout is not None
         progress = make_progress(options.duration_s, options.name)
         try:
-            _follow(process, process.stdout, progress, errors)
+            was_interrupted = _follow(process, process.stdout, progress, errors)
         finally:
             progress.close()
         try:
@@ -207,6 +209,7 @@ def _run_locust(options: RunOptions) -> None:
     if not (options.out / ROWS_FILE).exists():
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise LoadTestError(f"locust ended with code {process.returncode}: {last[0]} (see {log})")
+    return was_interrupted
 
 
 def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[str]:
@@ -222,8 +225,8 @@ def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[str]:
 
 def _follow(
     process: subprocess.Popen[str], lines: IO[str], progress: Progress, log: TextIO
-) -> None:
-    """Show what the process tells until it closes its output; a Ctrl-C is passed on."""
+) -> bool:
+    """Show what the process tells until it closes its output; a Ctrl-C is passed on, and told."""
     was_interrupted = False
     while True:
         try:
@@ -232,7 +235,7 @@ def _follow(
                     progress.show(orjson.loads(line))
                 else:
                     log.write(line)
-            return
+            return was_interrupted
         except KeyboardInterrupt:
             if was_interrupted:
                 raise

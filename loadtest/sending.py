@@ -32,7 +32,7 @@ READ_BYTES = 65536
 HTTP_OK = 200
 
 RECEIPT_NUMBERS = {
-    "prompt_tokens": "x-moongate-prompt-tokens",
+    "routed_prompt_tokens": "x-moongate-prompt-tokens",
     "device_tokens": "x-moongate-device-tokens",
     "pool_tokens": "x-moongate-pool-tokens",
 }
@@ -167,7 +167,7 @@ def _complete(record: TurnRecord, reader: AnswerReader, sent_s: float, due_s: fl
         record.itl_ms_mean = sum(reader.gaps_ms) / len(reader.gaps_ms)
         record.itl_ms_max = max(reader.gaps_ms)
     used = reader.usage_tokens("prompt_tokens")
-    record.prompt_tokens = record.prompt_tokens if used is None else used
+    record.prompt_tokens = record.routed_prompt_tokens if used is None else used
     record.output_tokens = reader.usage_tokens("completion_tokens")
     record.cached_tokens = reader.cached_tokens()
 

@@ -45,6 +45,7 @@ class RunFacts:
     before: GatewayTotals | None
     after: GatewayTotals | None
     name: str = ""
+    was_interrupted: bool = False
 
 
 def summarise(records: Sequence[TurnRecord], facts: RunFacts) -> Json:
@@ -77,6 +78,7 @@ def summarise(records: Sequence[TurnRecord], facts: RunFacts) -> Json:
         "ttft_ms_by_reason": _ttft_by(good, lambda record: record.reason),
         "per_instance": _per_instance(sent),
         "duration_s": facts.duration_s,
+        "interrupted": facts.was_interrupted,
         "measured_s": measured_s,
         "started_at": facts.started_at,
         "url": facts.url,
@@ -126,6 +128,8 @@ def group(
 def find_warnings(report: Json) -> list[str]:
     """Return what a reader of these figures should know, as sentences."""
     found = list(report["generator"]["reasons"])
+    if report["interrupted"]:
+        found.append(f"The run was ended early, after {report['measured_s']:.0f} s.")
     if not report["requests"]:
         found.append("Nothing was sent.")
     elif report["failures"]:
@@ -225,9 +229,11 @@ def _gateway(sent: Sequence[TurnRecord], facts: RunFacts) -> Json | None:
         return None
     delta = facts.after.since(facts.before)
     reached = [record for record in sent if record.outcome != "connection"]
+    # The gateway counts tokens of prompts that its policy looked at, which receipts tell.
+    read = [r for r in reached if r.routed_prompt_tokens is not None or not facts.has_receipts]
     own = {
         "requests": len(reached),
-        "prompt_tokens": _sum(reached, lambda record: record.prompt_tokens),
+        "prompt_tokens": _sum(read, lambda record: record.prompt_tokens),
         "cached_tokens": _sum(reached, lambda record: record.cached_tokens),
     }
     return {

@@ -66,7 +66,7 @@ def _share_of(source: str) -> Callable[[Json], float | None]:
     def read(report: Json) -> float | None:
         by_source = report["tokens_by_source"]
         total = sum(by_source.values())
-        return by_source.get(source, 0) / total if total else None
+        return by_source[source] / total if total and source in by_source else None
 
     return read
 

@@ -20,7 +20,7 @@ def make_turn(number: int, **changes: Any) -> TurnRecord:
     fields: dict[str, Any] = {
         "session": f"s{number}", "turn": 1, "due_s": float(number), "sent_s": float(number),
         "status": 200, "instance": "ab"[number % 2], "reason": "load", "policy": "kv_cost",
-        "prompt_tokens": 100, "cached_tokens": 60, "device_tokens": 60, "pool_tokens": 0,
+        "prompt_tokens": 100, "routed_prompt_tokens": 100, "cached_tokens": 60, "device_tokens": 60, "pool_tokens": 0,
         "output_tokens": 10, "ttft_ms": 10.0 * (number + 1), "ttft_due_ms": 10.0 * (number + 1),
         "itl_ms_mean": 5.0, "itl_ms_max": 6.0, "e2e_ms": 100.0,
     } | changes  # fmt: skip

@@ -11,7 +11,7 @@ from moongate.loadtest.records import COLUMNS, GapHistogram, TurnRecord, read_re
 
 TURN = TurnRecord(
     "s-1", 2, 1.5, sent_s=1.75, status=200, instance="a", reason="load", prompt_tokens=100,
-    cached_tokens=60, device_tokens=50, pool_tokens=20, ttft_ms=12.25, e2e_ms=250.0,
+    routed_prompt_tokens=100, cached_tokens=60, device_tokens=50, pool_tokens=20, ttft_ms=12.25, e2e_ms=250.0,
 )  # fmt: skip
 
 
@@ -36,11 +36,11 @@ def test_where_a_prompt_came_from() -> None:
     assert TURN.tokens_by_source() == {"device": 40, "pool": 20, "recompute": 40}
     assert TURN.main_source() == "recompute"
     assert TURN.end_s() == 2.0
-    no_receipt = TurnRecord("s", 1, 0.0, prompt_tokens=100, cached_tokens=60)
+    no_receipt = TurnRecord("s", 1, 0.0, prompt_tokens=100, cached_tokens=60, device_tokens=0)
     assert no_receipt.tokens_by_source() == {"cached": 60, "recompute": 40}
     assert no_receipt.main_source() == "cached"
-    no_usage = TurnRecord("s", 1, 0.0, prompt_tokens=100, device_tokens=80, pool_tokens=0)
-    assert no_usage.tokens_by_source() == {"device": 80, "pool": 0, "recompute": 20}
+    known = TurnRecord("s", 1, 0.0, prompt_tokens=100, routed_prompt_tokens=100, device_tokens=80)
+    assert known.tokens_by_source() == {"device": 80, "pool": 0, "recompute": 20}
     assert TurnRecord("s", 1, 0.0).main_source() is None
 
 

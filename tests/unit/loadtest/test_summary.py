@@ -82,8 +82,17 @@ def test_totals_stand_beside_the_gateway_s_and_a_difference_is_said() -> None:
     assert sum("others may have used it" in text for text in other["warnings"]) == 2
 
 
+def test_prompts_that_a_policy_does_not_look_at_are_not_compared() -> None:
+    turns = [make_turn(0, routed_prompt_tokens=None), make_turn(1, routed_prompt_tokens=None)]
+    facts = make_facts(before=make_totals(0, 0, 0), after=make_totals(2, 0, 120))
+    report = summarise(turns, facts)
+    assert report["gateway"]["agreement"]["prompt_tokens"]["difference"] == 0.0
+    assert report["warnings"] == []
+    assert report["prompt_tokens"] == 200
+
+
 def test_a_server_without_receipts_is_said() -> None:
-    turn = make_turn(0, device_tokens=None, pool_tokens=None, instance=None, reason=None)
+    turn = make_turn(0, routed_prompt_tokens=None, instance=None, reason=None)
     report = summarise([turn], make_facts(has_receipts=False))
     assert report["per_instance"] == {}
     assert report["tokens_by_source"] == {"cached": 60, "recompute": 40}
