@@ -45,9 +45,9 @@ run: .venv/.ready
 
 # One stack after the other, each with the same conversations; any free port.
 demo: .venv/.ready
-	@$(BIN)/moongate loadtest policies --policies round_robin,least_loaded,kv_cost --users 10 \
-		--duration 12s --spawn-rate 10 --think 0.3 --turns 12 --system-tokens 2000 --first-tokens 1000 \
-		--turn-tokens 1500 --answer-tokens 20 --seed 1 --out demo-report
+	@$(BIN)/moongate loadtest policies --policies round_robin,least_loaded,kv_cost --users 8 \
+		--duration 12s --spawn-rate 8 --think 0.3 --turns 12 --system-tokens 2000 --first-tokens 8000 \
+		--turn-tokens 800 --answer-tokens 20 --seed 1 --out demo-report
 
 run-real: .venv/.ready .venv-engine/.ready
 	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \

@@ -52,6 +52,7 @@ figure > svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-s
 .grid { stroke: var(--line); } .line { fill: none; stroke-width: 2; } .area { fill-opacity: .8; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; list-style: none; margin: .25rem 0 0; padding: 0; }
 .legend svg { width: 24px; height: 10px; margin-right: .4rem; } .empty { color: var(--soft); }
+@media (max-width: 32rem) { svg text { font-size: 18px; } }
 details { margin-top: 2rem; } pre { overflow-x: auto; background: var(--line); padding: .75rem; border-radius: 6px; }
 """
 
@@ -95,7 +96,7 @@ def comparison_page(
         ttft_plot("Whole turn", {n: _known(own, lambda r: r.e2e_ms) for n, own in turns.items()}),
     ]
     parts = [
-        f"<h1>{escape(' and '.join(reports))}</h1>",
+        f"<h1>{escape(', '.join(reports))}</h1>",
         *warnings,
         f'<div class="plots">{"".join(plots)}</div>',
         _section("Side by side", comparison_table(reports)),
