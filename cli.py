@@ -55,6 +55,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for add in (_add_serve, _add_up, _add_check, _add_explain, _add_sim_engine):
         add(commands)
     add_engine_commands(commands)
+    _add_loadtest(commands)
     return parser
 
 
@@ -263,6 +264,18 @@ def _sim_engine(options: argparse.Namespace) -> int:
     except ScriptError as error:
         return _fail(*str(error).splitlines())
     return sim.run(config)
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def _add_loadtest(commands: Commands) -> None:  # type: ignore[type-arg]
+    try:
+        from moongate.loadtest.commands import add_loadtest_commands
+    except ModuleNotFoundError:
+        return  # in an engine's environment, as above
+
+    add_loadtest_commands(commands)
 
 
 # --- failing --------------------------------------------------------------------------------------
