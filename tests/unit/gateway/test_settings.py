@@ -383,7 +383,8 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
             "observability: {stream_usge: asked}",
             (
                 "observability.stream_usge: unknown key (did you mean stream_usage?); known here: "
-                "keep_text, otlp_endpoint, receipt_headers, stream_usage"
+                "decisions_max, keep_text, log_format, otlp_endpoint, otlp_headers_env, "
+                "receipt_headers, sample_ratio, stream_usage"
             ),
         ),
     ],
