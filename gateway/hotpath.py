@@ -52,7 +52,7 @@ from moongate.gateway.links import Link, Links
 from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
-from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
+from moongate.gateway.metrics import SHED_CODES, UNKNOWN_MODEL, Metrics
 from moongate.gateway.otlp import SpanForm
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
@@ -110,11 +110,6 @@ logger = logging.getLogger(__name__)
 
 NOT_READ = ReadPrompt(None)
 """Of a prompt at which the policy doesn't look."""
-
-SHED_CODES = frozenset(
-    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
-)
-"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
 
 ADOPTED_MAX = 128
 """Past so many hand-offs whose clients have left, requests are not handed over any more: a prompt that is

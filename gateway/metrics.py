@@ -13,13 +13,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moongate.gateway.divergence import Divergence
+from moongate.gateway.handing_over import HandoffResult
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.prompt_outline import Cause
 from moongate.gateway.receipt import Receipt
 from moongate.gateway.tallies import Distribution, Tally
 from moongate.gateway.trace_export import TraceResult
-from moongate.router import RouterCore, Tier
+from moongate.router import FailureKind, RouterCore, Tier
+
+SHED_CODES = frozenset(
+    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
+)
+"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
+
+SEEDING_RESULTS = ("done", "failed", "cancelled")
 
 UNKNOWN_MODEL = "unknown"
 UNMATCHED_ROUTE = "unmatched"
@@ -125,7 +134,19 @@ class Metrics:
             "moongate_pool_lookup_seconds", "Time that a turn's look-up in the pool took",
             buckets=POOL_BUCKETS, registry=r,
         )  # fmt: skip
+        self._begin_at_zero()
         r.register(_CurrentState(core, prompts))
+
+    def _begin_at_zero(self) -> None:
+        """Let what is alarming when it first happens be there before it does."""
+        self.prompt_tokens.begin("device", "pool", "recompute")
+        self.rejected.begin(*sorted(SHED_CODES))
+        self.retries.begin(*(kind.value for kind in FailureKind))
+        self.handoffs.begin(*(result.value for result in HandoffResult))
+        self.divergences.begin(*(cause.value for cause in Cause))
+        self.diverged_tokens.begin(*(cause.value for cause in Cause))
+        self.seedings.begin(*SEEDING_RESULTS)
+        self.traces.begin(*(result.value for result in TraceResult))
 
     def note_reuse(self, receipt: Receipt) -> None:
         """Compare what was expected with what the engine reported, if it did."""

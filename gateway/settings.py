@@ -135,7 +135,8 @@ def _check_otlp_endpoint(url: str) -> str:
         _check_url(f"{parts.scheme}://{parts.netloc}")
     except ValueError as error:
         raise ValueError(f"expected http://host:4318 ({error})") from error
-    if parts.query or parts.fragment or not _URL_PATH.fullmatch(parts.path):
+    is_plain = _URL_PATH.fullmatch(parts.path) and not any(char.isspace() for char in url)
+    if parts.query or parts.fragment or not is_plain:
         raise ValueError("expected http://host:4318, perhaps with a path, without a query")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path.removesuffix(OTLP_TRACES)}{OTLP_TRACES}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moongate.gateway.body import name_session
 from moongate.gateway.receipt import Receipt, receipt_as_json
 from moongate.gateway.recent import RecentReceipts, Wanted
@@ -78,13 +80,20 @@ def test_a_receipt_says_what_became_of_its_request() -> None:
     }  # fmt: skip
 
 
-def test_what_was_not_expected_or_not_reported_is_no_error() -> None:
+@pytest.mark.parametrize(
+    ("status", "cached_tokens", "prompt_tokens", "error_tokens"),
+    [
+        (200, 80, 100, 0),
+        (200, 96, 100, 16),
+        (200, None, 100, None),  # not reported
+        (400, 0, 100, None),
+        (200, 0, None, None),  # nothing was expected
+    ],
+)
+def test_what_was_not_expected_or_not_reported_is_no_error(
+    status: int, cached_tokens: int | None, prompt_tokens: int | None, error_tokens: int | None
+) -> None:
     told = receipt()
-    told.status = 200
-    assert told.reuse_error_tokens is None
-    told.cached_tokens = 80
-    assert told.reuse_error_tokens == 0
-    told.status = 400
-    assert told.reuse_error_tokens is None
-    told.status, told.decision = 200, told.decision._replace(prompt_tokens=None)
-    assert told.reuse_error_tokens is None
+    told.status, told.cached_tokens = status, cached_tokens
+    told.decision = told.decision._replace(prompt_tokens=prompt_tokens)
+    assert told.reuse_error_tokens == error_tokens
