@@ -19,6 +19,7 @@ class Client(Protocol):
     headers: RawHeaders
     opened_at: float  # when its head was there, by the gateway's clock
     has_started: bool
+    disconnected: bool  # it has left
     on_pause: Callable[[], None] | None
     on_resume: Callable[[], None] | None
 

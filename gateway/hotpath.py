@@ -115,6 +115,8 @@ ADOPTED_MAX = 128
 """Past so many hand-offs whose clients have left, requests are not handed over any more: a prompt that is
 computed where it is decoded ends with its client."""
 
+_STOPS = "the gateway is stopping"
+
 CLIENT_LEFT_STATUS = 499
 """Counted for a request whose client left; nobody receives it."""
 
@@ -228,6 +230,7 @@ class _Exchange:
         self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
+        self._is_stream = False  # of events, and it has begun
         self._input_tokens: int | None = None  # as the engine counted them, for the trace
 
     # --- the steps --------------------------------------------------------------------------------
@@ -266,14 +269,32 @@ class _Exchange:
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
             if not self._is_counted:  # else it has all it wanted
-                logger.info("the client left")
-                self._count(CLIENT_LEFT_STATUS)
+                self._end_early()
             raise
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
             if self._path.seeding is not None:
                 self._path.seeding.forget(self._id)
+
+    def _end_early(self) -> None:
+        """The request is cancelled: its client has left, or the gateway stops and has waited enough."""
+        client, receipt = self._client, self._receipt
+        if client.disconnected:
+            logger.info("the client left")
+            self._count(CLIENT_LEFT_STATUS)
+            return
+        logger.warning("ended, since the gateway stops")
+        if not client.has_started:
+            self.refuse(_stopping())
+            return
+        if receipt is not None:
+            receipt.is_broken_off = True
+        self._count(200)
+        if self._is_stream:
+            client.finish(stream_error_events(_STOPS, "gateway_stopping", self._route.family))
+        else:
+            client.break_off()
 
     def _check_method(self) -> None:
         method = self._client.method
@@ -723,6 +744,7 @@ class _Exchange:
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
             if kind is AnswerKind.EVENTS:
+                self._is_stream = True
                 end = functools.partial(self._end, answer.status, forward)
                 relayed = await relay_events(opened, client, end, edit=edit)
                 if self._bridge is not None and relayed.error is None and not self._is_counted:
@@ -884,6 +906,10 @@ def _chained(edits: Sequence[Edit]) -> Edit | None:
         return functools.reduce(lambda changed, one: one(changed), edits, text)
 
     return edit
+
+
+def _stopping() -> GatewayError:
+    return GatewayError(503, _STOPS, "gateway_stopping", headers={"retry-after": "1"})
 
 
 def _describe(error: UpstreamError) -> str:
