@@ -61,7 +61,7 @@ async def test_c87_a_dead_instance_gets_nothing_and_its_share_again_when_it_is_b
         assert "a" not in await traffic(200, 60)
         assert statuses == {200: statuses.total()}  # what was in flight was sent again
 
-        engines[0] = SimEngine(dataclasses.replace(config, port=port))
+        engines[0] = SimEngine(dataclasses.replace(config, port=port or 0))
         await engines[0].start()
         await asyncio.sleep(2 * INTERVAL_S)
         back = Counter(await traffic(300, 60))
