@@ -79,12 +79,14 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _serve(options: argparse.Namespace) -> int:
     from moongate.gateway import server
+    from moongate.gateway.logs import use_format
     from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
 
     try:
         settings = load_settings(options.config)
     except SettingsError as error:
         return _fail(*error.problems)
+    use_format(settings.observability.log_format)
     listen = ListenSettings(
         host=settings.listen.host if options.host is None else options.host,
         port=settings.listen.port if options.port is None else options.port,
@@ -150,10 +152,12 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _up(options: argparse.Namespace) -> int:
     from moongate import local_stack
+    from moongate.gateway.logs import use_format
     from moongate.gateway.server import ListenError
     from moongate.router.policy import PolicyError, make_policy
     from moongate.simulator.script import ScriptError
 
+    use_format("text")
     python: str | None = None
     if options.pd and options.engine != "sim":
         return _misused("--pd is for simulated engines")

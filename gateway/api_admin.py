@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
-from moongate.gateway.metrics import UNMATCHED_ROUTE, Metrics
+from moongate.gateway.metrics import UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
@@ -61,7 +62,12 @@ def make_admin_app(
                 guard.check(request)
             except GatewayError as error:
                 return _error_response(error.status, error.body(), error.headers)
-        return await call_next(request)
+        answer = await call_next(request)
+        if request.url.path.startswith("/v1/"):
+            # By the route's template, never by what the client wrote in its place.
+            template = getattr(request.scope.get("route"), "path", UNMATCHED_ROUTE)
+            metrics.requests.add(1, template, UNKNOWN_MODEL, str(answer.status_code))
+        return answer
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -99,6 +105,14 @@ def make_admin_app(
         pool = {"pool": pooling.as_json()} if pooling is not None else {}
         return {**_index_as_json(driver, monitor), **pool}
 
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        """A parameter has a value that it can't have."""
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        refusal = GatewayError(400, f"{name}: {first['msg']}", "invalid_request", name)
+        return _error_response(refusal.status, refusal.body(), refusal.headers)
+
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
         return _error_response(error.status, error.body(), error.headers)
@@ -110,7 +124,8 @@ def make_admin_app(
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> Response:
-        metrics.requests.add(1, UNMATCHED_ROUTE, "unknown", str(error.status_code))
+        if not request.url.path.startswith("/v1/"):  # those are counted where they are answered
+            metrics.requests.add(1, UNMATCHED_ROUTE, UNKNOWN_MODEL, str(error.status_code))
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         body = error_body(message, error.status_code, _code_of(error.status_code))
         return _error_response(error.status_code, body, error.headers or {})

@@ -28,6 +28,7 @@ from moongate.router.fleet import InstanceState
 INSTANCES_SHOWN_MAX = 100
 SESSIONS_SHOWN_MAX = 24
 DECISIONS_SHOWN_MAX = 60
+CANDIDATES_SHOWN_MAX = 8
 SLOWEST_SHOWN_MAX = 8
 DIVERGENCES_SHOWN_MAX = 12
 KEY_CHARS_MAX = 40
@@ -99,7 +100,8 @@ class LiveView:
     def _totals(self) -> Part:
         """Return what `/metrics` says as well, summed over labels that are not shown."""
         metrics, loads = self._metrics, self._driver.core.loads.loads
-        ttft = [turn.ttft_s for turn in self._recent.turns if turn.ttft_s is not None]
+        receipts = (turn.receipt for turn in self._recent.turns)
+        ttft = [receipt.ttft_ms for receipt in receipts if receipt.ttft_ms is not None]
         return {
             "requests": int(metrics.requests.total()),
             "active_requests": sum(load.active_requests for load in loads.values()),
@@ -112,7 +114,7 @@ class LiveView:
             "pool_tokens": int(metrics.prompt_tokens.total("pool")),
             "recompute_tokens": int(metrics.prompt_tokens.total("recompute")),
             "delivered_cached_tokens": int(metrics.delivered_cached_tokens.total()),
-            "ttft_ms_p50": _ms(statistics.median(ttft)) if ttft else None,
+            "ttft_ms_p50": _rounded(statistics.median(ttft)) if ttft else None,
             "turns_seen": len(ttft),
             "pool_up": self._pooling.health.is_up if self._pooling is not None else None,
         }
@@ -184,7 +186,8 @@ class LiveView:
         }
 
     def _decision(self, turn: Turn) -> dict[str, Any]:
-        decision = turn.decision
+        receipt = turn.receipt
+        decision = receipt.decision
         return {
             "number": turn.number,
             "at_s": self._at(turn.at),
@@ -195,26 +198,29 @@ class LiveView:
             "prompt_tokens": decision.prompt_tokens,
             "device_tokens": decision.device_tokens,
             "pool_tokens": decision.pool_tokens,
-            "delivered_tokens": turn.delivered_tokens,
-            "ttft_ms": _ms(turn.ttft_s),
-            "status": turn.status,
+            "delivered_tokens": receipt.cached_tokens,
+            "ttft_ms": _rounded(receipt.ttft_ms),
+            "status": receipt.status,
         }
 
     def _slowest(self) -> Part:
         """Return the turns whose first byte took longest, with their receipts."""
         since = self._driver.clock() - SLOWEST_S
         begun = [turn for turn in self._recent.turns if turn.at >= since]
-        timed = [turn for turn in begun if turn.ttft_s is not None]
-        timed.sort(key=lambda turn: turn.ttft_s or 0.0, reverse=True)
-        return [
-            {
-                **decision_as_json(turn.decision),
-                **self._decision(turn),
-                "attempts": turn.attempts,
-                "e2e_ms": _ms(turn.e2e_s),
-            }
-            for turn in timed[:SLOWEST_SHOWN_MAX]
-        ]
+        timed = [turn for turn in begun if turn.receipt.ttft_ms is not None]
+        timed.sort(key=lambda turn: turn.receipt.ttft_ms or 0.0, reverse=True)
+        return [self._receipt(turn) for turn in timed[:SLOWEST_SHOWN_MAX]]
+
+    def _receipt(self, turn: Turn) -> dict[str, Any]:
+        receipt = turn.receipt
+        told = decision_as_json(receipt.decision)
+        return {
+            **told,
+            "candidates": told["candidates"][:CANDIDATES_SHOWN_MAX],
+            **self._decision(turn),
+            "attempts": receipt.attempts,
+            "e2e_ms": _rounded(receipt.e2e_ms),
+        }
 
     def _divergences(self) -> Part:
         latest = list(self._recent.divergences)[-DIVERGENCES_SHOWN_MAX:]
@@ -247,5 +253,5 @@ def _name_of(session: Session) -> dict[str, Any]:
     return {"number": session.number, "key": key}
 
 
-def _ms(seconds: float | None) -> float | None:
-    return round(seconds * 1000, 1) if seconds is not None else None
+def _rounded(milliseconds: float | None) -> float | None:
+    return round(milliseconds, 1) if milliseconds is not None else None

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moongate.gateway.divergence import Divergence
-from moongate.router import Decision, Forward, Request
+from moongate.gateway.receipt import Receipt
+from moongate.router import Decision, Request
 from moongate.router.model import BlockHash, BlockSpace, InstanceId, Prompt
 
 TURNS_MAX = 256
@@ -23,9 +24,6 @@ TURNS_MAX = 256
 
 SESSIONS_MAX = 256
 """Sessions that are remembered; the ones longest without a turn go first."""
-
-CANDIDATES_MAX = 8
-"""Candidates that are kept of a decision, best first: a fleet may have a thousand."""
 
 MARKS_MAX = 64
 """Blocks that are kept of a session's last prompt: what is held is known to a 64th of it."""
@@ -72,19 +70,21 @@ class Session:
 
 @dataclass(slots=True)
 class Turn:
-    """One request that was forwarded. What hasn't happened (yet) is None."""
+    """One request that was forwarded, and whose it was."""
 
     number: int  # counts the turns from 1
     at: float
     session: Session
-    decision: Decision
-    instance: InstanceId
-    prefill_instance: InstanceId | None
-    attempts: int = 1
-    ttft_s: float | None = None
-    e2e_s: float | None = None
-    delivered_tokens: int | None = None  # cached ones, as the engine reported them
-    status: int | None = None
+    receipt: Receipt
+
+    @property
+    def instance(self) -> InstanceId:
+        return self.receipt.decision.ranking[0].holder.instance_id
+
+    @property
+    def prefill_instance(self) -> InstanceId | None:
+        prefill = self.receipt.decision.prefill
+        return prefill.holder.instance_id if prefill is not None else None
 
 
 @dataclass(slots=True)
@@ -109,16 +109,11 @@ class RecentTurns:
         self.session_count = 0
         self._by_tail: dict[BlockHash, int] = {}  # of sessions without a key
 
-    def begin(self, request: Request, forward: Forward, now: float) -> Turn:
-        """Note a request's first forward. What happens afterwards is written into what is returned."""
+    def begin(self, request: Request, receipt: Receipt, now: float) -> Turn:
+        """Note a request's first forward. What happens afterwards is written into its receipt."""
         self.turn_count += 1
-        decision = _kept(forward.decision)
-        session = self._session_of(request)
-        turn = Turn(
-            self.turn_count, now, session, decision,
-            forward.holder.instance_id,
-            forward.prefill.instance_id if forward.prefill is not None else None,
-        )  # fmt: skip
+        decision, session = receipt.decision, self._session_of(request)
+        turn = Turn(self.turn_count, now, session, receipt)
         session.turns += 1
         session.at = now
         session.prompt_tokens = request.prompt_tokens
@@ -129,12 +124,9 @@ class RecentTurns:
         self._add_up(decision, now)
         return turn
 
-    def forward_again(self, turn: Turn, forward: Forward) -> None:
-        """Note that a turn went elsewhere after an attempt that failed."""
-        turn.attempts = forward.attempt
-        turn.decision = _kept(forward.decision)
-        turn.instance = turn.session.instance = forward.holder.instance_id
-        turn.prefill_instance = forward.prefill.instance_id if forward.prefill is not None else None
+    def forward_again(self, turn: Turn) -> None:
+        """Note that a turn went elsewhere after an attempt that failed, as its receipt says."""
+        turn.session.instance = turn.instance
 
     def note_divergence(self, found: Divergence, now: float) -> None:
         self.divergences.append((now, found))
@@ -200,10 +192,6 @@ class RecentTurns:
         period.pool += decision.pool_tokens
         reused = decision.device_tokens + decision.pool_tokens
         period.recompute += max(decision.prompt_tokens - reused, 0)
-
-
-def _kept(decision: Decision) -> Decision:
-    return decision._replace(ranking=decision.ranking[:CANDIDATES_MAX])
 
 
 def marks_of(prompt: Prompt) -> dict[BlockSpace, Marks]:

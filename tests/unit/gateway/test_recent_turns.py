@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from moongate.gateway.receipt import Receipt
 from moongate.gateway.recent_turns import (
-    CANDIDATES_MAX,
     GROWTH_BLOCKS_MAX,
     MARKS_MAX,
     PERIODS_MAX,
@@ -15,7 +15,7 @@ from moongate.gateway.recent_turns import (
     Turn,
     marks_of,
 )
-from moongate.router import Decision, Forward, Request, RequestId
+from moongate.router import Decision, Request, RequestId
 from moongate.router.model import (
     TEXT_SPACE,
     BlockHash,
@@ -43,12 +43,13 @@ def ranked(instance: str, pool: PoolPart | None = None) -> Ranked:
     return Ranked(candidate, Reason.LOAD)
 
 
-def forward(
-    *names: str, tokens: int | None = 160, reuse: tuple[int, int] = (0, 0), attempt: int = 1
-) -> Forward:
-    ranking = tuple(ranked(name) for name in names)
+def receipt(*ranking: Ranked, tokens: int | None = 160, reuse: tuple[int, int] = (0, 0)) -> Receipt:
     decision = Decision("kv_cost", Reason.LOAD, tokens, *reuse, ranking)
-    return Forward(RequestId("r"), ranking[0].holder, decision, attempt)
+    return Receipt("r", "/v1/completions", "m", None, False, 0.0, decision)
+
+
+def forward(*names: str, tokens: int | None = 160, reuse: tuple[int, int] = (0, 0)) -> Receipt:
+    return receipt(*map(ranked, names), tokens=tokens, reuse=reuse)
 
 
 def request(chain: Sequence[BlockHash], key: str | None = None, model: str = "m") -> Request:
@@ -142,26 +143,18 @@ def test_the_oldest_turns_go() -> None:
     assert recent.turn_count == TURNS_MAX + 3
 
 
-def test_of_many_candidates_the_best_are_kept() -> None:
-    names = [f"i{number}" for number in range(CANDIDATES_MAX + 5)]
-    noted = RecentTurns().begin(request(blocks(1)), forward(*names), 1.0)
-    kept = [place.holder.instance_id for place in noted.decision.ranking]
-    assert kept == names[:CANDIDATES_MAX]
-
-
 def test_a_second_attempt_is_the_same_turn_elsewhere() -> None:
     recent = RecentTurns()
     noted = recent.begin(request(blocks(1)), forward("a"), 1.0)
-    recent.forward_again(noted, forward("b", attempt=2))
-    assert (noted.instance, noted.session.instance, noted.attempts) == ("b", "b", 2)
+    noted.receipt.decision = forward("b").decision
+    recent.forward_again(noted)
+    assert (noted.instance, noted.session.instance) == ("b", "b")
     assert len(recent.turns) == noted.session.turns == 1
 
 
 def test_what_the_pool_had_is_the_sessions() -> None:
     part = PoolPart(tokens=96, bytes_per_token=1.0)
-    ranking = (ranked("a"), ranked("b", part))
-    decision = Decision("kv_cost", Reason.LOAD, 160, 0, 0, ranking)
-    asked = Forward(RequestId("r"), ranking[0].holder, decision, 1)
+    asked = receipt(ranked("a"), ranked("b", part))
     assert RecentTurns().begin(request(blocks(1)), asked, 1.0).session.pool_tokens == 96
 
 
