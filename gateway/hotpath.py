@@ -13,17 +13,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import orjson
 
+from moongate.gateway.account import Account, Observers
 from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.background import Background
 from moongate.gateway.body import (
     Body,
-    find_session_key,
-    find_user,
     parse_body,
     without_key,
 )
@@ -33,6 +31,7 @@ from moongate.gateway.collected import follow_into
 from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, stream_error_events
+from moongate.gateway.failures import as_gateway_error, describe
 from moongate.gateway.handing_over import (
     FAILURES,
     HandoffResult,
@@ -51,19 +50,18 @@ from moongate.gateway.headers import (
 )
 from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, with_params
 from moongate.gateway.json_edits import Edit
-from moongate.gateway.legs import may_hand_over, one_token_body, stays_whole
+from moongate.gateway.legs import one_token_body
 from moongate.gateway.links import Link, Links
 from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
-from moongate.gateway.metrics import SHED_CODES, UNKNOWN_MODEL, Metrics
-from moongate.gateway.otlp import SpanForm
+from moongate.gateway.metrics import SHED_CODES, Metrics
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import read_salt
-from moongate.gateway.receipt import Receipt, receipt_headers
+from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.recent import RecentReceipts
-from moongate.gateway.recent_turns import RecentTurns, Turn
+from moongate.gateway.recent_turns import RecentTurns
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -71,6 +69,7 @@ from moongate.gateway.relaying import (
     relay_events,
     wrap_text_error,
 )
+from moongate.gateway.request_reading import RequestReader
 from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
 from moongate.gateway.routes import WITH_CHOICES, ApiFamily, PromptKind
 from moongate.gateway.seeding import Seeding
@@ -80,18 +79,10 @@ from moongate.gateway.stream_usage import (
     with_usage_asked,
     without_usage_events,
 )
-from moongate.gateway.tracing import QUEUE, RECEIVE, ROUTE, STREAM, TOKENISE, Tracing
-from moongate.gateway.upstream import (
-    Answer,
-    NoConnection,
-    PoolFull,
-    TimedOut,
-    Unreachable,
-    UpstreamError,
-)
+from moongate.gateway.tracing import QUEUE, RECEIVE, ROUTE, TOKENISE, Tracing
+from moongate.gateway.upstream import Answer, UpstreamError
 from moongate.gateway.usage import UsageReader
 from moongate.router import (
-    Decision,
     FailureKind,
     Forward,
     Holder,
@@ -106,7 +97,6 @@ from moongate.router import (
     RequestFinished,
     RequestFirstByte,
     RequestId,
-    Role,
 )
 from moongate.router import PrefillFailed as PrefillFailedEvent
 from moongate.router.handoff import TransferParams
@@ -147,9 +137,8 @@ class HotPath:
         seeding: Seeding | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        self.seen = seen
         self.recent = RecentReceipts(settings.observability.decisions_max)
-        self.tracing = tracing
+        self.observers = Observers(metrics, self.recent, seen, tracing, driver.clock)
         self.turns = turns
         self.background = Background(turns, self.answer)
         self.divergences = divergences
@@ -160,6 +149,7 @@ class HotPath:
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
+        self.reader = RequestReader(settings, driver)
         self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
@@ -218,15 +208,10 @@ class _Exchange:
         self._headers = read_headers(client.headers)
         given_id = clean_request_id(self._headers.get("x-request-id"))
         self._client_id = given_id or make_request_id()
-        self._began = path.driver.clock()
-        self._receipt: Receipt | None = None  # once it is forwarded
-        self._session_key: str | None = None
-        tracing = path.tracing
-        self._trace = tracing.begin(self._headers, client.opened_at) if tracing else None
-        self._model_label = UNKNOWN_MODEL
+        self._account = Account(
+            path.observers, client.route, self._client_id, self._headers, client.opened_at
+        )
         self._is_reserved = False  # the core waits for our RequestFinished
-        self._has_first_byte = False
-        self._is_counted = False
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
         self._known: PromptTokens | None = None  # for the pool, where there is one
@@ -238,15 +223,14 @@ class _Exchange:
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
         self._request: Request | None = None  # as routing saw it
-        self._noted: Turn | None = None  # for those who look; once it was forwarded
         self._is_stream = False  # of events, and it has begun
-        self._input_tokens: int | None = None  # as the engine counted them, for the trace
 
     # --- the steps --------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Parse, route, relay. A cancellation means that the client has left."""
-        trace_id = self._trace.trace_id if self._trace is not None else None
+        trace = self._account.trace
+        trace_id = trace.trace_id if trace is not None else None
         REQUEST.set(LoggedRequest(self._client_id, trace_id))  # of this task, which is only for it
         try:
             self._check_method()
@@ -256,7 +240,7 @@ class _Exchange:
                 await self._answer_later(raw, parsed)
                 return
             body = self._body = await self._begin_turn(parsed)
-            self._ended(RECEIVE)
+            self._account.phase_ended(RECEIVE)
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
@@ -278,7 +262,7 @@ class _Exchange:
                 self.refuse(GatewayError(500, "the gateway failed", "internal_error"))
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
-            if not self._is_counted:  # else it has all it wanted
+            if not self._account.is_counted:  # else it has all it wanted
                 self._end_early()
             raise
         finally:
@@ -289,18 +273,17 @@ class _Exchange:
 
     def _end_early(self) -> None:
         """The request is cancelled: its client has left, or the gateway stops and has waited enough."""
-        client, receipt = self._client, self._receipt
+        client = self._client
         if client.disconnected:
             logger.info("the client left")
-            self._count(CLIENT_LEFT_STATUS)
+            self._account.count(CLIENT_LEFT_STATUS)
             return
         logger.warning("ended, since the gateway stops")
         if not client.has_started:
             self.refuse(_stopping())
             return
-        if receipt is not None:
-            receipt.is_broken_off = True
-        self._count(200)
+        self._account.broken_off()
+        self._account.count(200)
         if self._is_stream:
             client.finish(stream_error_events(_STOPS, "gateway_stopping", self._route.family))
         else:
@@ -334,10 +317,10 @@ class _Exchange:
 
         It is counted when it ends. Raises: GatewayError.
         """
-        self._model_label = self._find_model(body)
+        self._account.model_label = self._path.reader.find_model(body)
         background = self._path.background
         run = await background.begin(self._client, raw, body)
-        self._is_counted = True
+        self._account.is_counted = True
         if not run.is_stream:
             self._answer_with(200, orjson.dumps(run.announced), {})
             return
@@ -356,8 +339,8 @@ class _Exchange:
 
     def _answer_with(self, status: int, body: bytes, extra: Mapping[str, str]) -> None:
         """Answer by ourselves, in JSON."""
-        if not self._is_counted:
-            self._count(status)
+        if not self._account.is_counted:
+            self._account.count(status)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -377,31 +360,25 @@ class _Exchange:
 
     async def _read_request(self, body: Body) -> Request:
         """Return the request as routing sees it. Raises: GatewayError."""
-        model = self._model_label = self._find_model(body)
-        policy = self._find_policy()
-        if self._path.driver.core.get_policy(policy).reads_prompts:
+        path = self._path
+        model = self._account.model_label = path.reader.find_model(body)
+        policy = path.reader.find_policy(self._headers)
+        if path.driver.core.get_policy(policy).reads_prompts:
             self._read = await self._read_prompt(body)
-        self._ended(TOKENISE)
-        session_key = self._session_key = find_session_key(
-            self._headers, body, self._path.settings.session.header
+        self._account.phase_ended(TOKENISE)
+        request = path.reader.request(
+            self._id,
+            self._route,
+            body,
+            self._headers,
+            self._read,
+            model,
+            has_room=path.adopted < ADOPTED_MAX,
         )
-        if session_key is not None:
-            self._note_turn(session_key, model, body)
-        hands_over = self._path.driver.core.fleet.has_prefill(model)
-        return Request(
-            id=self._id,
-            model=model,
-            prompt=self._read.prompt,
-            is_prompt_missing=self._read.fallback is not None,
-            session_key=session_key,
-            tie_key=find_user(body),
-            policy=policy,
-            may_hand_over=(
-                hands_over and self._path.adopted < ADOPTED_MAX and may_hand_over(self._route, body)
-            ),
-            stays_whole=hands_over and self._stays_whole(body, model),
-            ends_session=ends_session(self._headers),
-        )
+        if request.session_key is not None:
+            self._account.session_key = request.session_key
+            self._note_turn(request.session_key, model, body)
+        return request
 
     def _note_turn(self, session_key: str, model: str, body: Body) -> None:
         """Let it be noticed if the turn does not begin like its session's last."""
@@ -410,46 +387,6 @@ class _Exchange:
             self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
         if ends_session(self._headers):
             self._path.divergences.forget(session_key, model)
-
-    def _find_model(self, body: Body) -> str:
-        """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""
-        cards = self._path.driver.core.fleet.model_cards()
-        if body.model is None:
-            if len(cards) == 1:
-                return next(iter(cards))
-            raise GatewayError(
-                400, "model: missing; several are served", "invalid_request", "model"
-            )
-        if body.model in cards:
-            return body.model
-        fleet = list(self._path.driver.core.fleet)
-        if not fleet or any(instance.facts is None for instance in fleet):
-            raise self._unavailable()
-        raise GatewayError(
-            404, f"the model {body.model[:200]!r} does not exist", "model_not_found", "model"
-        )
-
-    def _stays_whole(self, body: Body, model: str) -> bool:
-        """Tell whether only an instance that does both can serve it. Raises: GatewayError (400)."""
-        if not stays_whole(self._route, body):
-            return False
-        serving = self._path.driver.core.fleet.serving(model)
-        if any(instance.spec.role is Role.BOTH for instance in serving):
-            return True
-        name = "echo" if body.top.get("prompt_logprobs") is None else "prompt_logprobs"
-        message = f"{name}: not possible here, where prompts and answers are computed apart"
-        raise GatewayError(400, message, "invalid_request", name)
-
-    def _find_policy(self) -> str | None:
-        """Return the policy that the request asks for, where the operator allows that."""
-        name = self._headers.get("x-moongate-policy")
-        if name is None or not self._path.settings.policy.allow_override:
-            return None
-        if not self._path.driver.core.has_policy(name):
-            raise GatewayError(
-                400, f"x-moongate-policy: unknown policy {name[:64]!r}", "invalid_request"
-            )
-        return name
 
     async def _read_prompt(self, body: Body) -> ReadPrompt:
         """Return what is known of the prompt."""
@@ -474,10 +411,10 @@ class _Exchange:
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
-        self._ended(QUEUE)
+        self._account.phase_ended(QUEUE)
         command = self._path.driver.handle(RequestArrived(request))
         self._path.metrics.route_seconds.observe(self._path.driver.clock() - began)
-        self._ended(ROUTE)
+        self._account.phase_ended(ROUTE)
         match command:
             case Forward():
                 self._is_reserved = True
@@ -485,27 +422,21 @@ class _Exchange:
             case Reject(reason=RejectReason.UNKNOWN_MODEL):
                 raise GatewayError(404, "the model does not exist", "model_not_found", "model")
             case Reject():
-                raise self._unavailable(command.retry_after_s)
+                raise self._path.reader.unavailable(command.retry_after_s)
             case _:
                 raise AssertionError(command)
-
-    def _unavailable(self, retry_after_s: float | None = None) -> GatewayError:
-        seconds = max(1, round(retry_after_s or self._path.settings.health.interval_s))
-        return GatewayError(
-            503, "no instance can take the request now", RejectReason.NO_INSTANCE.value,
-            headers={"retry-after": str(seconds)},
-        )  # fmt: skip
 
     async def _forward(self, forward: Forward) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
         while True:
-            self._note_forward(forward)
+            is_stream = self._body is not None and self._body.is_stream
+            self._account.forwarded(forward, self._request, is_stream=is_stream)
             opened: Opened | None = None
             failure: UpstreamError | None = None
             try:
                 opened = await self._attempt(forward)
                 status = opened.answer.status
-                self._note_attempt(forward, str(status) if status >= 500 else None)
+                self._account.attempted(forward, str(status) if status >= 500 else None)
                 command: RequestCommand | None = None
                 if opened.answer.status >= 500:
                     command = self._report(FailureKind.STATUS, opened.answer.status)
@@ -514,22 +445,22 @@ class _Exchange:
                     return
             except UpstreamError as error:
                 failure = error
-                self._note_attempt(forward, FAILURES[type(error)].value)
+                self._account.attempted(forward, FAILURES[type(error)].value)
                 command = self._report(FAILURES[type(error)])
             except PrefillFailed as error:
                 failure = error.cause
-                self._note_attempt(forward, error.kind.value)
+                self._account.attempted(forward, error.kind.value)
                 command = self._report(error.kind, error.status, is_prefill=True)
             except asyncio.CancelledError:
                 if opened is None:
-                    self._note_attempt(forward, "client_left")
+                    self._account.attempted(forward, "client_left")
                 raise
             finally:
                 if opened is not None:
                     opened.answer.close()
             if not isinstance(command, Forward):
                 self._release_owed()
-                raise _as_gateway_error(failure)
+                raise as_gateway_error(failure)
             forward = command
 
     async def _attempt(self, forward: Forward) -> Opened:
@@ -582,7 +513,7 @@ class _Exchange:
         is_messages = self._route.family is ApiFamily.ANTHROPIC
         if not is_messages or self._path.links.has_messages(link.id):
             return None
-        manners = self._path.prompts.manners(self._model_label)
+        manners = self._path.prompts.manners(self._account.model_label)
         return bridge_for(self._route, body.fields, manners)
 
     def _headers_for(self, holder: Holder, link: Link) -> list[tuple[bytes, bytes]]:
@@ -593,7 +524,8 @@ class _Exchange:
             api_key=link.api_key,
             rank=holder.rank,
         )
-        return headers if self._trace is None else self._trace.pass_on(headers)
+        trace = self._account.trace
+        return headers if trace is None else trace.pass_on(headers)
 
     def _ids_for(self, body: Body, link: Link) -> bytes | None:
         """Return the prompt's token ids, if the instance should get them."""
@@ -611,7 +543,7 @@ class _Exchange:
         return card.max_model_len_tokens if card is not None else None
 
     def _find_card(self) -> ModelCard | None:
-        return self._path.driver.core.fleet.model_cards().get(self._model_label)
+        return self._path.driver.core.fleet.model_cards().get(self._account.model_label)
 
     def _report(
         self, kind: FailureKind, status: int | None = None, *, is_prefill: bool = False
@@ -701,56 +633,6 @@ class _Exchange:
     def _count_handoff(self, result: HandoffResult) -> None:
         self._path.metrics.handoffs.add(1, result.value)
 
-    def _note_forward(self, forward: Forward) -> None:
-        metrics, decision = self._path.metrics, forward.decision
-        instance = forward.holder.instance_id
-        metrics.routed.add(1, instance, decision.policy, decision.reason.value)
-        self._note_decision(decision)
-        if decision.prompt_tokens is not None and not forward.is_redelivery:
-            reused = decision.device_tokens + decision.pool_tokens
-            recompute = max(decision.prompt_tokens - reused, 0)
-            metrics.prompt_tokens.add(decision.device_tokens, "device")
-            if decision.pool_tokens:
-                metrics.prompt_tokens.add(decision.pool_tokens, "pool")
-            metrics.prompt_tokens.add(recompute, "recompute")
-
-    def _note_decision(self, decision: Decision) -> None:
-        """Begin the receipt, or note that there is another attempt."""
-        if self._receipt is not None:
-            self._receipt.decision = decision
-            self._receipt.attempts += 1
-            if self._noted is not None:
-                self._path.seen.forward_again(self._noted)
-            return
-        trace = self._trace
-        self._receipt = Receipt(
-            self._client_id,
-            self._route.template,
-            self._model_label,
-            self._session_key,
-            self._body is not None and self._body.is_stream,
-            time.time(),
-            decision,
-            trace.trace_id if trace is not None and trace.is_recorded else None,
-        )
-        self._path.recent.add(self._receipt)
-        if self._request is not None:
-            now = self._path.driver.clock()
-            self._noted = self._path.seen.begin(self._request, self._receipt, now)
-
-    def _note_attempt(self, forward: Forward, error: str | None) -> None:
-        """An attempt has its answer's first byte, or failed."""
-        if self._trace is not None:
-            instance = str(forward.holder)
-            self._trace.note_attempt(self._path.driver.clock(), instance, error)
-
-    def _has_exact_prompt(self) -> bool:
-        return self._read.prompt is not None and self._read.prompt.is_exact
-
-    def _ended(self, phase: SpanForm) -> None:
-        if self._trace is not None:
-            self._trace.note(phase, self._path.driver.clock())
-
     def _finish(
         self,
         outcome: Outcome,
@@ -785,7 +667,11 @@ class _Exchange:
                 self._is_stream = True
                 end = functools.partial(self._end, answer.status, forward)
                 relayed = await relay_events(opened, client, end, edit=edit)
-                if self._bridge is not None and relayed.error is None and not self._is_counted:
+                if (
+                    self._bridge is not None
+                    and relayed.error is None
+                    and not self._account.is_counted
+                ):
                     # What it became has no end either.
                     error = UpstreamError("the stream ended without its end mark")
                     relayed = relayed._replace(last=b"", error=error)
@@ -794,13 +680,13 @@ class _Exchange:
                 relayed = await relay_body(opened, client, hides_params=hides, edit=edit)
         finally:
             client.on_pause = client.on_resume = None
-        if relayed.error is None or self._is_counted:
+        if relayed.error is None or self._account.is_counted:
             self._end(answer.status, forward, relayed.usage)
             client.finish(relayed.last)
             return
         self._break_off(answer.status, forward, relayed.error)
         if kind is AnswerKind.EVENTS:
-            message = f"the engine broke its answer off: {_describe(relayed.error)}"
+            message = f"the engine broke its answer off: {describe(relayed.error)}"
             seen = relayed.usage.tail()
             family = self._route.family
             client.finish(
@@ -863,42 +749,33 @@ class _Exchange:
     # --- counting ---------------------------------------------------------------------------------
 
     def _note_first_byte(self, opened: Opened, forward: Forward, *, shows_prefill: bool) -> None:
-        if not self._is_reserved or self._has_first_byte:
+        if not self._is_reserved or self._account.has_first_byte:
             return
-        self._has_first_byte = True
         if shows_prefill or not opened.answer.is_complete:  # else its end follows at once
             self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
-        elapsed_s = self._path.driver.clock() - self._began
-        if self._receipt is not None:
-            self._receipt.ttft_ms = elapsed_s * 1000
-        self._path.metrics.ttft_seconds.observe(elapsed_s, forward.holder.instance_id)
+        self._account.first_byte(forward.holder.instance_id)
 
     def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
         instance = forward.holder.instance_id
         logger.warning("%s broke its answer off: %s", instance, error)
-        if self._receipt is not None:
-            self._receipt.is_broken_off = True
+        self._account.broken_off()
         self._path.metrics.broken_off.add(1, instance)
         self._finish(Outcome.BROKEN_OFF)
-        self._count(status)
+        self._account.count(status)
 
     def _end(self, status: int, forward: Forward, usage: UsageReader) -> None:
         """The engine's answer is complete. The second time, after a stream's end mark, it is known."""
-        if self._is_counted:
+        if self._account.is_counted:
             return
         cached_tokens, computing = usage.cached_tokens(), forward.holder
         handoff, decision = self._handoff, forward.decision
         if handoff is not None and handoff.is_handed_over and decision.prefill is not None:
             # To the decode instance all of the prompt is cached.
             cached_tokens, computing = handoff.cached_tokens, decision.prefill.holder
-        if cached_tokens is not None:
-            self._path.metrics.delivered_cached_tokens.add(cached_tokens)
         pool_tokens = None
         if self._known is not None and self._path.pooling is not None and status == 200:
             pool_tokens = usage.pool_tokens()
-            if pool_tokens is not None:
-                self._path.metrics.delivered_pool_tokens.add(pool_tokens)
             expected_tokens = decision.device_tokens + decision.pool_tokens
             self._path.pooling.answered(
                 computing.instance_id,
@@ -908,31 +785,19 @@ class _Exchange:
                 cached_tokens if forward.prefill is None else None,
             )
         output_tokens = usage.completion_tokens()
-        if self._receipt is not None:
-            self._receipt.cached_tokens = cached_tokens
-            self._receipt.pool_tokens = pool_tokens
-            self._receipt.output_tokens = output_tokens
-        if self._trace is not None and not self._has_exact_prompt():
-            self._input_tokens = usage.prompt_tokens()
+        is_traced = self._account.trace is not None and not self._has_exact_prompt()
+        self._account.answered(
+            prompt_tokens=usage.prompt_tokens() if is_traced else None,
+            cached_tokens=cached_tokens,
+            pool_tokens=pool_tokens,
+            output_tokens=output_tokens,
+        )
         completion_tokens = output_tokens if self._has_one_choice else None
         self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
-        self._count(status)
+        self._account.count(status)
 
-    def _count(self, status: int) -> None:
-        metrics, receipt = self._path.metrics, self._receipt
-        self._is_counted = True
-        metrics.requests.add(1, self._route.template, self._model_label, str(status))
-        elapsed_s = self._path.driver.clock() - self._began
-        metrics.e2e_seconds.observe(elapsed_s)
-        if receipt is not None:
-            receipt.status, receipt.e2e_ms = status, elapsed_s * 1000
-            metrics.note_reuse(receipt)
-        if self._trace is not None and self._path.tracing is not None:
-            if self._has_first_byte:
-                self._ended(STREAM)
-            self._path.tracing.end(
-                self._trace, self._route, status, self._client_id, receipt, self._input_tokens
-            )
+    def _has_exact_prompt(self) -> bool:
+        return self._read.prompt is not None and self._read.prompt.is_exact
 
 
 def _chained(edits: Sequence[Edit]) -> Edit | None:
@@ -948,28 +813,3 @@ def _chained(edits: Sequence[Edit]) -> Edit | None:
 
 def _stopping() -> GatewayError:
     return GatewayError(503, _STOPS, "gateway_stopping", headers={"retry-after": "1"})
-
-
-def _describe(error: UpstreamError) -> str:
-    """Return what went wrong without the engine's address, which is no business of clients."""
-    match error:
-        case Unreachable():
-            return "it could not be reached"
-        case TimedOut() | NoConnection():
-            return "it did not answer in time"
-        case _:
-            return "the connection was closed"
-
-
-def _as_gateway_error(error: UpstreamError | None) -> GatewayError:
-    """Return what a client is told. None: a prefill instance answered, but not with a prefill."""
-    if error is None:
-        return GatewayError(502, "the prompt could not be computed", "prefill_failed")
-    if isinstance(error, PoolFull):
-        return GatewayError(
-            503, f"the instances' connections are all in use: {error}", "gateway_pool",
-            headers={"retry-after": "1"},
-        )  # fmt: skip
-    if isinstance(error, TimedOut | NoConnection):
-        return GatewayError(504, f"the engine failed: {_describe(error)}", "engine_timeout")
-    return GatewayError(502, f"the engine failed: {_describe(error)}", "engine_unreachable")
