@@ -36,8 +36,7 @@ def make_response_routes(turns: ResponseTurns, background: Background) -> APIRou
     @routes.delete("/v1/responses/{response_id}")
     async def forget(response_id: str) -> dict[str, object]:
         """Forget a stored response; responses that continue it stay whole."""
-        await turns.find(response_id, "response_id")
-        turns.forget(response_id)
+        await background.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @routes.post("/v1/responses/{response_id}/cancel")

@@ -20,11 +20,17 @@ import orjson
 from moongate.gateway.body import Body
 from moongate.gateway.client import Client
 from moongate.gateway.collected import Collected
-from moongate.gateway.errors import GatewayError
+from moongate.gateway.errors import GatewayError, failed_event
 from moongate.gateway.json_edits import read_top_level, with_field, with_objects
 from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import StoredResponse
-from moongate.gateway.response_turns import NO_TENANT, ResponseTurn, ResponseTurns, no_items
+from moongate.gateway.response_turns import (
+    NO_TENANT,
+    RUNNING,
+    ResponseTurn,
+    ResponseTurns,
+    no_items,
+)
 from moongate.gateway.sse import split_events
 
 RUNNING_MAX = 1024
@@ -75,14 +81,22 @@ class Background:
         if len(self._running) >= RUNNING_MAX or self._held_bytes() > self._turns.store.bytes_max:
             message = "too many responses run in the background"
             raise GatewayError(503, message, "queue_full", headers={"retry-after": "1"})
+        if not self._turns.store.bytes_max:
+            message = "background: not here, where no responses are kept"
+            raise GatewayError(400, message, "invalid_request", "background")
         turn = await self._turns.begin(body, client.route)
         if turn.own_items is None:
             raise no_items()
         response_id = f"resp_{secrets.token_hex(16)}"
         announced = _announced(response_id, body)
-        self._put(turn, {**announced, "status": "in_progress"})
-        collected = Collected(client, _in_foreground(raw, response_id), edit=_in_background)
+        foreground = _in_foreground(raw, response_id)
+        collected = Collected(client, foreground, is_stream=body.is_stream, edit=_in_background)
         run = Run(response_id, announced, turn, collected, body.is_stream)
+        try:
+            self._put(run, {**announced, "status": "in_progress"})
+        except orjson.JSONEncodeError as error:
+            message = "the body is nested too deeply to be answered in the background"
+            raise GatewayError(400, message, "invalid_request") from error
         task = asyncio.create_task(self._run(run))
         self._running[response_id] = run, task
         task.add_done_callback(lambda _: self._running.pop(response_id, None))
@@ -92,7 +106,7 @@ class Background:
     async def cancel(self, response_id: str) -> bytes:
         """End a response that is still computed; return it. Raises: GatewayError (400, 404)."""
         stored = await self._turns.find(response_id, "response_id")
-        if response_id in self._running:
+        if response_id in self._running and stored.is_running:
             return self._cancel(response_id, stored)
         if stored.is_running and self._turns.shared is not None:
             await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
@@ -111,16 +125,28 @@ class Background:
         task.cancel()
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
         if run.is_stream:
-            number = len(run.collected.events)
-            last = {"type": "response.failed", "sequence_number": number, "response": cancelled}
-            run.collected.finish(b"event: response.failed\ndata: %b\n\n" % orjson.dumps(last))
-        return self._put(run.turn, cancelled, run.collected.events)
+            run.collected.finish(failed_event(cancelled, len(run.collected.events)))
+        return self._put(run, cancelled)
+
+    async def delete(self, response_id: str) -> None:
+        """Forget a response; what still computes it ends. Raises: GatewayError (404, 503)."""
+        stored = await self._turns.find(response_id, "response_id")
+        if response_id in self._running:
+            self._drop(response_id)
+        elif stored.is_running and self._turns.shared is not None:
+            await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
+        self._turns.forget(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        """End a response of which nothing is to be kept."""
+        run, task = self._running.pop(response_id, (None, None))
+        if run is not None and task is not None:
+            task.cancel()
+            run.collected.break_off()
 
     def forget(self, run: Run) -> None:
         """End a response of which nobody was told."""
-        _, task = self._running.pop(run.id, (None, None))
-        if task is not None:
-            task.cancel()
+        self._drop(run.id)
         self._turns.forget(run.id)
 
     async def follow(self, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
@@ -133,7 +159,7 @@ class Background:
         run, _ = self._running.get(response_id, (None, None))
         if run is not None and run.is_stream:
             return run.collected.follow(seen)
-        if run is None and stored.is_running:
+        if run is None and stored.is_running and stored.is_stream:
             return self._follow_elsewhere(response_id, seen)
         if not stored.events:
             message = "stream: only for a response that was asked for with background and stream"
@@ -142,8 +168,13 @@ class Background:
 
     async def _follow_elsewhere(self, response_id: str, seen: int) -> AsyncIterator[bytes]:
         """Iterate over the events of a response that another replica computes, once it has."""
-        while (stored := await self._turns.find(response_id, "response_id")).is_running:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+        try:
+            while (stored := await self._turns.find(response_id, "response_id")).is_running:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        except GatewayError as error:  # it was deleted, or can't be asked for any more
+            failure = {"code": error.code, "message": error.message}
+            yield failed_event({"id": response_id, "status": "failed", "error": failure}, seen)
+            return
         async for event in _told(split_events(stored.events)[0][seen:]):
             yield event
 
@@ -156,11 +187,24 @@ class Background:
         while self._running:
             shared.running = {*self._running}
             for response_id in await shared.renew(NO_TENANT):
-                if response_id in self._running:
-                    stored = await self._turns.find(response_id, "response_id")
-                    self._cancel(response_id, stored)
+                await self._heed(response_id)
             await asyncio.sleep(POLL_S)
         shared.running = set()
+
+    async def _heed(self, response_id: str) -> None:
+        """Another replica wants a response ended, or thought that this one was gone."""
+        try:
+            stored = await self._turns.find(response_id, "response_id")
+        except GatewayError as error:
+            if error.status == 404:
+                self._drop(response_id)
+            return
+        if response_id not in self._running:
+            return
+        if not stored.is_running:
+            self._drop(response_id)  # it has an end already, by which others have gone on
+        elif self._turns.shared is not None and self._turns.shared.take_cancel(response_id):
+            self._cancel(response_id, stored)
 
     def _held_bytes(self) -> int:
         return sum(run.collected.size_bytes for run, _ in self._running.values())
@@ -181,19 +225,20 @@ class Background:
         events = collected.events if run.is_stream else []
         answer = _read(_last_response(events) if events else collected.answer)
         if collected.is_whole and collected.status == 200 and "output" in answer:
-            self._put(run.turn, {**answer, "id": run.id, "background": True}, events)
+            self._put(run, {**answer, "id": run.id, "background": True})
             return
         error = answer.get("error")
         told = error.get("message") if isinstance(error, dict) else None
         message = told if isinstance(told, str) else "the engine broke its answer off"
         failure = {"code": "server_error", "message": message}
-        self._put(run.turn, {**run.announced, "status": "failed", "error": failure}, events)
+        self._put(run, {**run.announced, "status": "failed", "error": failure})
 
-    def _put(
-        self, turn: ResponseTurn, response: Mapping[str, Any], events: Sequence[bytes] = ()
-    ) -> bytes:
+    def _put(self, run: Run, response: Mapping[str, Any]) -> bytes:
+        turn, is_stream = run.turn, run.is_stream
         assert turn.own_items is not None
-        return self._turns.put(response, turn.own_items, turn.previous, b"".join(events))
+        is_over = response["status"] not in RUNNING
+        events = b"".join(run.collected.events) if is_over else b""
+        return self._turns.put(response, turn.own_items, turn.previous, events, is_stream=is_stream)
 
 
 def _announced(response_id: str, body: Body) -> dict[str, Any]:
@@ -230,11 +275,13 @@ def _in_background(event: bytes) -> bytes:
 
 
 def _last_response(events: Sequence[bytes]) -> bytes:
-    """Return the response object of a stream's last event, empty if it has none."""
-    try:
-        return bytes(read_top_level(events[-1].partition(b"data:")[2].strip())["response"])
-    except (msgspec.MsgspecError, KeyError, RecursionError):
-        return b""
+    """Return the response object of a stream's last event that has one, empty if none of the last has."""
+    for event in reversed(events[-2:]):  # an end mark may follow
+        try:
+            return bytes(read_top_level(event.partition(b"data:")[2].strip())["response"])
+        except (msgspec.MsgspecError, KeyError, RecursionError):
+            continue
+    return b""
 
 
 async def _told(events: Sequence[bytes]) -> AsyncIterator[bytes]:

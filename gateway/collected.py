@@ -12,9 +12,11 @@ from moongate.gateway.sse import split_events
 
 
 class Collected:
-    """A client that waits for nothing. `edit`: what is done to whole events before they are kept."""
+    """A client that waits for nothing. `edit`: of a stream, what is done to whole events before they are kept."""
 
-    def __init__(self, asked: Client, body: bytes, *, edit: Edit | None = None) -> None:
+    def __init__(
+        self, asked: Client, body: bytes, *, is_stream: bool, edit: Edit | None = None
+    ) -> None:
         self.route: Route = asked.route
         self.method = asked.method
         self.target = asked.target
@@ -31,18 +33,19 @@ class Collected:
         self.size_bytes = 0
         self._body = body
         self._edit = edit
-        self._events: list[bytes] = []
-        self._rest = b""  # what is no whole event: of a stream its last part, else all there is
+        self._is_stream = is_stream
+        self._pieces: list[bytes] = []  # of a stream its whole events
+        self._rest = b""  # of a stream: the beginning of an event
         self._changed = asyncio.Event()
 
     @property
     def events(self) -> list[bytes]:
-        """Return the whole events so far; what is there stays as it is."""
-        return self._events
+        """Return a stream's whole events so far; what is there stays as it is."""
+        return self._pieces if self._is_stream else []
 
     @property
     def answer(self) -> bytes:
-        return b"".join(self._events) + self._rest
+        return b"".join(self._pieces) + self._rest
 
     # --- as a client ------------------------------------------------------------------------------
 
@@ -57,9 +60,11 @@ class Collected:
         if self.is_over:
             return
         self.size_bytes += len(piece)
-        events, self._rest = split_events(self._rest + piece)
-        edit = self._edit
-        self._events += map(edit, events) if edit is not None else events
+        if self._is_stream:
+            events, self._rest = split_events(self._rest + piece)
+            self._pieces += map(self._edit, events) if self._edit is not None else events
+        elif piece:
+            self._pieces.append(piece)
         self._wake()
 
     def finish(self, piece: bytes = b"") -> None:
@@ -87,7 +92,7 @@ class Collected:
     async def follow(self, seen: int = 0) -> AsyncIterator[bytes]:
         """Iterate over the events behind the first `seen`, those to come included, several at once."""
         while True:
-            events = self._events[seen:]
+            events = self.events[seen:]
             if events:
                 seen += len(events)
                 yield b"".join(events)

@@ -85,6 +85,12 @@ def stream_error_events(
             return b"data: " + error_body(message, 502, code) + b"\n\ndata: [DONE]\n\n"
 
 
+def failed_event(response: Mapping[str, Any], sequence_number: int) -> bytes:
+    """Return the event by which the stream of a response ends that does not complete."""
+    event = {"type": "response.failed", "sequence_number": sequence_number, "response": response}
+    return b"event: response.failed\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
 def _failed_response(message: str, first: bytes, last: bytes) -> dict[str, Any]:
     """Return the event by which a response fails: the one that was announced, as far as it was."""
     numbers = _SEQUENCE_NUMBER.findall(last) or _SEQUENCE_NUMBER.findall(first)

@@ -90,7 +90,9 @@ def may_hand_over(route: Route, body: Body) -> bool:
 
 
 def _has_own_tools(body: Body) -> bool:
-    tools = body.fields.get("tools") or ()
+    tools = body.fields.get("tools")
+    if not isinstance(tools, list):
+        return True  # there are none, or the engine says what is wrong
     kinds = (tool.get("type") if isinstance(tool, dict) else None for tool in tools)
     return all(kind in _OWN_TOOLS for kind in kinds)
 

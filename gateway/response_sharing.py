@@ -21,20 +21,22 @@ import msgspec
 import orjson
 from redis.asyncio.client import Pipeline
 
+from moongate.gateway.errors import failed_event
 from moongate.gateway.response_store import ResponseStore, StoredResponse
-from moongate.gateway.shared_state import SharedState, StateUnavailable
+from moongate.gateway.shared_state import SharedState, StateRefused, StateUnavailable
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 10.0
 """A response in the background whose gateway says nothing of it for so long has failed."""
 
-WRITES_MAX = 4096
-"""More that wait for Redis are not written: each replica still has its own."""
+WAITING_BYTES_MAX = 134_217_728
+"""What waits for Redis. Past it nothing more is written until it answers: each replica still has its own."""
 
 MISS_RETRIES, MISS_RETRY_S = 3, 0.02
 """A response may be asked for just before the replica that answered has written it."""
 
+WRITE_RETRY_S = 0.25
 ID_CHARS_MAX = 256
 CANCEL_S = 60
 
@@ -45,6 +47,7 @@ _Value = TypeVar("_Value")
 class _Head(msgspec.Struct, array_like=True):
     line: list[tuple[str, str]]  # id and version of the contents, the latest first; empty: deleted
     is_running: bool
+    is_stream: bool = False
 
 
 class _Content(msgspec.Struct, array_like=True):
@@ -69,7 +72,9 @@ class SharedResponses:
         self._store = store
         self._state = state
         self._ttl_s = max(1, round(ttl_s))
-        self._writes: asyncio.Queue[Callable[[Pipeline], object]] = asyncio.Queue(WRITES_MAX)
+        self._writes: asyncio.Queue[tuple[Callable[[Pipeline], object], int]] = asyncio.Queue()
+        self._waiting_bytes = 0
+        self._cancels: set[str] = set()
         self._writing = asyncio.create_task(self._keep_writing())
         self.running: set[str] = set()
 
@@ -113,7 +118,10 @@ class SharedResponses:
         """Raises: StateUnavailable."""
         key = _key(tenant, response_id)
         for attempt in range(retries + 1):
-            (value,) = await self._state.ask(lambda p: p.getex(key, ex=self._ttl_s))
+            try:
+                (value,) = await self._state.ask(lambda p: p.getex(key, ex=self._ttl_s))
+            except StateRefused:  # something else has this name
+                return None
             if value is not None:
                 return _read(value, _read_head)
             if attempt < retries:
@@ -127,6 +135,9 @@ class SharedResponses:
         if not head.line:
             self._store.remove(tenant, response_id)
             return None
+        if own is not None and not own.is_running and head.is_running:
+            self.put(own)  # the end of it, which Redis has missed
+            return own
         found = own
         if own is None or own.version != head.line[0][1]:
             found = await self._load(tenant, head, now)
@@ -135,13 +146,15 @@ class SharedResponses:
         if found is None or not head.is_running or response_id in self.running:
             return found
         (runs,) = await self._state.ask(lambda p: p.exists(_key(tenant, response_id, "run")))
-        return found if runs else self._failed(found, now)
+        # Leases that ran out while Redis was away say nothing.
+        is_sure = now - self._state.up_since > LEASE_S
+        return self._failed(found, now) if is_sure and not runs else found
 
     async def _load(self, tenant: str, head: _Head, now: float) -> StoredResponse | None:
         """Return a response whose contents are here or there. Raises: StateUnavailable."""
         known = {one: self._own(tenant, one, now) for one in head.line}
         lacking = [one for one, own in known.items() if own is None]
-        values = await self._state.ask(lambda p: self._get(p, tenant, head.line, lacking))
+        values = await self._state.tell(lambda p: self._get(p, tenant, head.line, lacking))
         read = dict(zip(lacking, values, strict=False))
         response: StoredResponse | None = None
         for name in reversed(head.line):
@@ -157,7 +170,7 @@ class SharedResponses:
                 content.response, content.events, version=name[1],
             )  # fmt: skip
         assert response is not None
-        response.is_running = head.is_running
+        response.is_running, response.is_stream = head.is_running, head.is_stream
         self._store.put(response, now)
         return response
 
@@ -184,10 +197,11 @@ class SharedResponses:
         """Note that whoever computed a response is gone."""
         told = orjson.loads(response.response)
         failure = {"code": "server_error", "message": "the gateway that computed it is gone"}
-        text = orjson.dumps({**told, "status": "failed", "error": failure})
+        told = {**told, "status": "failed", "error": failure}
+        events = failed_event(told, 0) if response.is_stream else b""
         failed = StoredResponse(
-            response.tenant, response.id, response.previous, response.input_items, b"", text,
-            version=f"{response.version}-gone",
+            response.tenant, response.id, response.previous, response.input_items, b"",
+            orjson.dumps(told), events, f"{response.version}-gone", response.is_stream,
         )  # fmt: skip
         self._store.put(failed, now)
         self.put(failed)
@@ -197,8 +211,11 @@ class SharedResponses:
 
     def put(self, response: StoredResponse, *, is_lost: bool = False) -> None:
         """Let the other replicas know a response, soon. `is_lost`: Redis had it, and those before it."""
+        if response.is_running and is_lost and response.id not in self.running:
+            return  # whoever computes it says so
         line = [*response.line()]
-        head = _Head([(one.id, one.version) for one in line], response.is_running)
+        names = [(one.id, one.version) for one in line]
+        head = _Head(names, response.is_running, response.is_stream)
 
         def write(pipeline: Pipeline) -> None:
             tenant = response.tenant
@@ -209,7 +226,8 @@ class SharedResponses:
             if response.is_running:
                 pipeline.set(_key(tenant, response.id, "run"), b"", px=round(LEASE_S * 1000))
 
-        self._later(write)
+        written = line if is_lost else line[:1]
+        self._later(write, sum(one.size_bytes for one in written))
 
     def remove(self, tenant: str, response_id: str) -> None:
         """Let no replica know a response any more; what continues it keeps its content."""
@@ -219,20 +237,31 @@ class SharedResponses:
     # --- in the background ------------------------------------------------------------------------
 
     async def renew(self, tenant: str) -> Sequence[str]:
-        """Say which responses are still computed here; return those that others want cancelled."""
+        """Say which responses are still computed here; return those of which another replica has said
+        that they are to end (see `take_cancel`), or may have thought that they were lost."""
         ids = [*self.running]
 
         def renew(pipeline: Pipeline) -> None:
             for response_id in ids:
                 pipeline.getdel(_key(tenant, response_id, "cancel"))
             for response_id in ids:
-                pipeline.set(_key(tenant, response_id, "run"), b"", px=round(LEASE_S * 1000))
+                key = _key(tenant, response_id, "run")
+                pipeline.set(key, b"", px=round(LEASE_S * 1000), get=True)
 
         try:
             answers = await self._state.tell(renew) if ids else []
         except StateUnavailable:
             return ()
-        return [response_id for response_id, found in zip(ids, answers, strict=False) if found]
+        cancels, leases = answers[: len(ids)], answers[len(ids) :]
+        self._cancels |= {one for one, found in zip(ids, cancels, strict=False) if found}
+        lapsed = {one for one, lease in zip(ids, leases, strict=False) if lease is None}
+        return [one for one in ids if one in self._cancels or one in lapsed]
+
+    def take_cancel(self, response_id: str) -> bool:
+        """Tell, once, whether another replica wants a response ended that is computed here."""
+        is_wanted = response_id in self._cancels
+        self._cancels.discard(response_id)
+        return is_wanted
 
     async def ask_to_cancel(self, tenant: str, response_id: str) -> None:
         """Ask whichever replica computes a response to end it."""
@@ -242,21 +271,33 @@ class SharedResponses:
 
     # --- the queue --------------------------------------------------------------------------------
 
-    def _later(self, commands: Callable[[Pipeline], object]) -> None:
-        with contextlib.suppress(asyncio.QueueFull):
-            self._writes.put_nowait(commands)
+    def _later(self, commands: Callable[[Pipeline], object], size_bytes: int = 256) -> None:
+        if self._waiting_bytes + size_bytes <= WAITING_BYTES_MAX:
+            self._waiting_bytes += size_bytes
+            self._writes.put_nowait((commands, size_bytes))
 
     async def _keep_writing(self) -> None:
         while True:
-            commands = await self._writes.get()
+            commands, size_bytes = await self._writes.get()
             try:
-                await self._state.tell(commands)
-            except StateUnavailable:
-                pass  # this replica has it
+                await self._write(commands)
             except Exception:
                 logger.exception("a bug of ours")
             finally:
+                self._waiting_bytes -= size_bytes
                 self._writes.task_done()
+
+    async def _write(self, commands: Callable[[Pipeline], object]) -> None:
+        """Write, if need be once Redis is back: in this order, and none is left out."""
+        while True:
+            try:
+                await self._state.tell(commands)
+            except StateRefused:
+                return  # this replica has it
+            except StateUnavailable:
+                await asyncio.sleep(WRITE_RETRY_S)
+            else:
+                return
 
 
 def _key(tenant: str, response_id: str, part: str = "") -> str:

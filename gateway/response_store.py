@@ -24,8 +24,9 @@ class StoredResponse:
     input_items: bytes
     output_items: bytes
     response: bytes  # the object, as its client got it
-    events: bytes = b""  # whole ones, of a stream that can be told again
+    events: bytes = b""  # whole ones, of a stream
     version: str = ""  # tells what was kept under one id, one after the other, apart
+    is_stream: bool = False  # that can be told again
     is_running: bool = False  # in the background; nothing can continue it yet
     used_at: float = 0.0
     _uses: int = field(default=0, init=False)  # by the store, and by responses that continue it

@@ -54,6 +54,9 @@ class ResponseTurns:
         """
         previous_id = body.top.get("previous_response_id")
         keeps = body.top.get("store", True) is True
+        if body.top.get("background") is True and not isinstance(previous_id, str | None):
+            message = "previous_response_id: expected a text"
+            raise GatewayError(400, message, "invalid_request", "previous_response_id")
         if not isinstance(previous_id, str):
             # Of another type the engine says better what is wrong.
             items = _own_items(body) if keeps and previous_id is None else None
@@ -104,8 +107,12 @@ class ResponseTurns:
         input_items: bytes,
         previous: StoredResponse | None,
         events: bytes = b"",
+        *,
+        is_stream: bool = False,
     ) -> bytes:
         """Keep a response of the gateway's own making; return it as its client gets it.
+
+        Raises: orjson.JSONEncodeError if it is nested too deeply.
 
         `events`: those that told it, for clients that ask for them again.
         """
@@ -116,14 +123,14 @@ class ResponseTurns:
         self._put(
             StoredResponse(
                 NO_TENANT, name, previous, input_items, output, text, events, _version(),
-                is_running,
+                is_stream, is_running,
             )
         )  # fmt: skip
         return text
 
     def _put(self, response: StoredResponse) -> None:
         self.store.put(response, self._clock())
-        if self.shared is not None:
+        if self.shared is not None and self.store.bytes_max:
             self.shared.put(response)
 
     def forget(self, response_id: str) -> None:

@@ -442,8 +442,14 @@ class StateSettings(_Section):
             if self.url is not None:
                 raise ValueError("url: only with kind: redis")
             return self
-        parts = urlsplit(self.url or "")
-        if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
+        try:
+            parts = urlsplit(self.url or "")
+            has_port = _has_good_port(parts)
+        except ValueError:
+            has_port = False
+        number = parts.path.strip("/") if has_port else "?"
+        is_good = parts.scheme in ("redis", "rediss") and bool(parts.hostname)
+        if not (has_port and is_good and not parts.query and (number or "0").isdecimal()):
             raise ValueError("url: expected redis://host:port/number, for kind: redis")
         return self
 

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,10 @@ class StateUnavailable(Exception):
     """Redis doesn't answer now."""
 
 
+class StateRefused(StateUnavailable):
+    """Redis answers, and refuses: it is full, or a key holds what isn't ours."""
+
+
 class SharedState:
     """A connection to Redis. `timeout_s`: of each call on a request's way. `clock`: monotonic."""
 
@@ -52,6 +56,7 @@ class SharedState:
         self._logged_at: float | None = None
         self._failures = 0  # in a row
         self.is_up = False
+        self.up_since = 0.0  # as far as it is
 
     async def start(self) -> None:
         """Connect, if that can be done at once, and go on trying."""
@@ -70,7 +75,10 @@ class SharedState:
         return await self._try(commands, self._timeout_s)
 
     async def tell(self, commands: Callable[[Pipeline], object]) -> list[Any]:
-        """Do the same where no request waits for it, with more time. Raises: StateUnavailable."""
+        """Do the same with more time: for what is large, or no request waits for.
+
+        Raises: StateUnavailable.
+        """
         return await self._try(commands, PROBE_TIMEOUT_S)
 
     async def _try(self, commands: Callable[[Pipeline], object], limit_s: float) -> list[Any]:
@@ -80,6 +88,9 @@ class SharedState:
             answers = await self._send(commands, limit_s)
             self._failures = 0
             return answers
+        except ResponseError as error:
+            self._log(f"Redis refuses a call: {error}")
+            raise StateRefused from error
         except (TimeoutError, RedisError, OSError) as error:
             self._failures += 1
             if self._failures >= FAILURES_MAX or not isinstance(error, TimeoutError):
@@ -104,14 +115,16 @@ class SharedState:
             return
         if not self.is_up:
             logger.info("Redis answers")
+            self.up_since = self._clock()
         self.is_up, self._failures = True, 0
 
     def _note_down(self, error: BaseException) -> None:
         self.is_up = False
+        reason = str(error) or "no answer in time"
+        self._log(f"Redis does not answer, so replicas don't know of each other: {reason}")
+
+    def _log(self, message: str) -> None:
         now = self._clock()
         if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = now
-            reason = str(error) or "no answer in time"
-            logger.warning(
-                "Redis does not answer, so replicas don't know of each other: %s", reason
-            )
+            logger.warning("%s", message)

@@ -154,6 +154,7 @@ async def test_it_goes_on_when_its_client_leaves() -> None:
     [
         ({"input": 3}, 400, "input"),
         ({"previous_response_id": "resp_9"}, 404, "previous_response_id"),
+        ({"previous_response_id": 5}, 400, "previous_response_id"),
         ({"model": "other"}, 404, "model"),
     ],
 )
@@ -248,9 +249,13 @@ async def test_its_stream_is_told_to_its_end_and_can_be_told_again_from_anywhere
         assert events_of(rest.text) == told[3:]
         none = await gateway.client.get(path, params={"stream": True, "starting_after": 4})
         assert (none.status_code, none.text) == (200, "")
-        wrong = await gateway.client.get(path, params={"stream": True, "starting_after": -1})
-        assert wrong.status_code in (400, 422)
-        assert "starting_after" in wrong.text
+        for wrong in ({"starting_after": -1}, {"starting_after": "x"}, {"stream": "maybe"}):
+            refused = await gateway.client.get(path, params={"stream": True, **wrong})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                400,
+                "invalid_request",
+            )
+            assert next(iter(wrong)) in refused.json()["error"]["message"]
         assert await gateway.metric("moongate_requests_total", route="/v1/responses") == 1
 
 
@@ -334,3 +339,57 @@ async def test_only_a_stream_can_be_told_as_one() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
         unknown = await gateway.client.get("/v1/responses/resp_x", params={"stream": True})
         assert unknown.status_code == 404
+
+
+async def test_what_is_deleted_ends_and_stays_gone() -> None:
+    handler = StreamingEngine()
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        async with gateway.client.stream("POST", "/v1/responses", json=ASKED) as answer:
+            text = answer.aiter_text()
+            (first,) = events_of(await anext(text))
+            path = f"/v1/responses/{first['response']['id']}"
+            assert (await gateway.client.delete(path)).json()["deleted"] is True
+            with pytest.raises(httpx.RemoteProtocolError):
+                async for _ in text:
+                    pass
+        await until(engine.received[0].client_left.is_set)
+        await until(lambda: gateway.inflight() == 0)
+        handler.let()
+        assert (await gateway.client.get(path)).status_code == 404
+        assert (await gateway.client.post(f"{path}/cancel")).status_code == 404
+
+
+async def test_what_can_not_be_written_again_is_refused() -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        body = {"model": "m", "input": "hi", "background": True, "metadata": {"a": deep}}
+        answer = await gateway.client.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert await gateway.metric("moongate_requests_total", code="400") == 1
+
+
+async def test_without_room_for_responses_there_is_no_background() -> None:
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url], responses={"bytes_max": 0}) as gateway:
+            body = {"model": "m", "input": "hi", "background": True}
+            answer = await gateway.client.post("/v1/responses", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
+
+
+async def test_an_end_mark_behind_the_end_changes_nothing() -> None:
+    async def answer(request: Received) -> None:
+        response = {"id": request.json()["request_id"], "status": "completed", "output": OUTPUT}
+        data = json.dumps(
+            {"type": "response.completed", "sequence_number": 0, "response": response}
+        )
+        await request.start_stream()
+        event = f"event: response.completed\ndata: {data}\n\ndata: [DONE]\n\n"
+        await request.send_chunk(event.encode())
+        await request.send_chunk(b"")
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        text = (await gateway.client.post("/v1/responses", json=ASKED)).text
+        name = json.loads(text.partition("data: ")[2].partition("\n")[0])["response"]["id"]
+        await wait_for(gateway, name, "completed")

@@ -16,7 +16,7 @@ from fake_engine import FakeEngine, Received
 from live_gateway import LiveGateway, live_gateway, until
 from redis_process import RedisProcess, needs_redis
 
-from moongate.gateway.response_sharing import SharedResponses
+from moongate.gateway.response_sharing import LEASE_S, SharedResponses
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.shared_state import SharedState
 
@@ -143,10 +143,127 @@ async def test_a_response_whose_replica_died_has_failed(server: RedisProcess) ->
         task = one.server.gateway._hot_path.background._informing  # type: ignore[union-attr]
         assert task is not None
         task.cancel()  # as if the replica were gone
+        state = other.server.gateway._state
+        assert state is not None
+        state.up_since -= LEASE_S
         server.client().delete(f"moongate:response::{queued['id']}:run")
         told = (await other.client.get(path)).json()
         assert (told["status"], told["error"]["code"]) == ("failed", "server_error")
         handler.may_answer.set()
+
+
+async def test_what_was_completed_while_redis_was_away_is_completed_everywhere(
+    server: RedisProcess,
+) -> None:
+    handler = Engine()
+    handler.may_answer.clear()
+    async with replicas(server, handler) as (one, other):
+        queued = await respond(one, input="1", background=True)
+        path = f"/v1/responses/{queued['id']}"
+        assert (await other.client.get(path)).json()["status"] == "in_progress"
+        server.freeze()
+        handler.may_answer.set()
+        await until(lambda: one.inflight() == 0)
+        await until(lambda: _metric_is(other, 0))
+        server.thaw()
+
+        async def are_completed() -> bool:
+            told = [(await gateway.client.get(path)).json() for gateway in (one, other)]
+            assert all(each.get("status") != "failed" for each in told), told
+            return all(each.get("status") == "completed" for each in told)
+
+        await until(are_completed, 10.0)
+
+
+async def test_a_stale_copy_is_not_put_over_what_redis_lost(server: RedisProcess) -> None:
+    handler = Engine()
+    handler.may_answer.clear()
+    async with replicas(server, handler) as (one, other):
+        queued = await respond(one, input="1", background=True)
+        path = f"/v1/responses/{queued['id']}"
+        assert (await other.client.get(path)).json()["status"] == "in_progress"
+        handler.may_answer.set()
+        await until(lambda: one.inflight() == 0)
+        await asyncio.sleep(0.2)  # until that is written
+        server.client().flushall()
+        assert (await other.client.get(path)).json()["status"] == "in_progress"
+        assert (await one.client.get(path)).json()["status"] == "completed"
+
+        async def is_completed() -> bool:
+            return bool((await other.client.get(path)).json()["status"] == "completed")
+
+        await until(is_completed)
+
+
+async def test_what_one_has_deleted_while_redis_was_away_is_gone_everywhere(
+    server: RedisProcess,
+) -> None:
+    async with replicas(server, Engine()) as (one, other):
+        first = await respond(one, input="1")
+        path = f"/v1/responses/{first['id']}"
+        assert (await other.client.get(path)).status_code == 200
+        server.freeze()
+        await until(lambda: _metric_is(one, 0))
+        assert (await one.client.delete(path)).status_code == 200
+        assert (await one.client.get(path)).status_code == 503
+        server.thaw()
+
+        async def are_gone() -> bool:
+            codes = {(await gateway.client.get(path)).status_code for gateway in (one, other)}
+            return codes == {404}
+
+        await until(are_gone, 10.0)
+
+
+async def test_a_replica_heeds_all_that_others_want_of_it(server: RedisProcess) -> None:
+    handler = Engine()
+    handler.may_answer.clear()
+    async with replicas(server, handler) as (one, other):
+        kept, gone = [await respond(one, input=text, background=True) for text in ("1", "2")]
+        assert (await other.client.delete(f"/v1/responses/{gone['id']}")).status_code == 200
+        await until(lambda: one.inflight() == 1)
+        lease = f"moongate:response::{kept['id']}:run"
+        server.client().delete(lease)
+        await until(lambda: server.client().exists(lease))
+        cancelled = await other.client.post(f"/v1/responses/{kept['id']}/cancel")
+        assert cancelled.json()["status"] == "cancelled"
+        for gateway in (one, other):
+            assert (await gateway.client.get(f"/v1/responses/{gone['id']}")).status_code == 404
+        await until(lambda: one.inflight() == 0)
+
+
+async def test_streams_of_other_replicas_are_told_once_they_have_ended(
+    server: RedisProcess,
+) -> None:
+    handler = Engine()
+    handler.may_answer.clear()
+    async with replicas(server, handler) as (one, other):
+        queued = await respond(one, input="1", background=True)
+        stream = {"stream": True}
+        plain = await other.client.get(f"/v1/responses/{queued['id']}", params=stream)
+        assert (plain.status_code, plain.json()["error"]["param"]) == (400, "stream")
+        asked = {"model": "m", "input": "2", "background": True, "stream": True}
+        begun = asyncio.create_task(one.client.post("/v1/responses", json=asked))
+        await until(lambda: len(handler.bodies) == 2)
+        name = handler.bodies[1]["request_id"]
+        following = asyncio.create_task(other.client.get(f"/v1/responses/{name}", params=stream))
+        await asyncio.sleep(0.2)
+        await one.client.delete(f"/v1/responses/{name}")
+        told = await following
+        assert told.status_code == 200
+        assert "response.failed" in told.text
+        begun.cancel()
+        handler.may_answer.set()
+
+
+async def test_large_contents_have_the_time_that_they_need(server: RedisProcess) -> None:
+    async with replicas(server, Engine(), timeout_ms=50.0) as (one, other):
+        first = await respond(one, input="x" * 20_000_000)
+
+        async def is_known() -> bool:
+            return (await other.client.get(f"/v1/responses/{first['id']}")).status_code == 200
+
+        await until(is_known, 10.0)
 
 
 @pytest.mark.parametrize("fault", ["stopped", "frozen", "flushed"])
@@ -211,8 +328,9 @@ async def test_values_that_are_not_ours_are_as_none(server: RedisProcess) -> Non
     client = server.client()
     client.set("moongate:response::resp_a", b"\xff\x00")
     client.set("moongate:response::resp_b", b"\x92\x91\x92\xa6resp_b\xa1v\xc2")
+    client.lpush("moongate:response::resp_c", "x")
     async with replicas(server, Engine()) as (one, _):
-        for name in ("resp_a", "resp_b"):
+        for name in ("resp_a", "resp_b", "resp_c"):
             assert (await one.client.get(f"/v1/responses/{name}")).status_code == 404
         assert await one.metric("moongate_redis_up") == 1
 

@@ -197,6 +197,11 @@ def test_a_response_that_uses_the_engines_tools_may_not_be(kind: str | None) -> 
     assert not may_hand_over(RESPONSES, response(tools=["x"]))
 
 
+@pytest.mark.parametrize("tools", [None, 5, True, 1.5, "x", {}])
+def test_tools_that_make_no_sense_are_for_the_engine_to_refuse(tools: object) -> None:
+    assert may_hand_over(RESPONSES, response(tools=tools))
+
+
 def test_c63_prefills_of_responses_and_messages_are_for_one_token() -> None:
     asked: dict[str, Any] = {
         "model": "m",

@@ -385,6 +385,20 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
             "state: url: expected redis://host:port/number, for kind: redis",
         ),
         ("state: {url: 'redis://x:1'}", "state: url: only with kind: redis"),
+        *(
+            (
+                f"state: {{kind: redis, url: '{url}'}}",
+                "state: url: expected redis://host:port/number, for kind: redis",
+            )
+            for url in (
+                "redis://h:abc/0",
+                "redis://h:99999",
+                "redis://h:1/x",
+                "redis://h:1/0?foo=1",
+                "redis://",
+                "unix:///x",
+            )
+        ),
         (
             "observability: {stream_usge: asked}",
             (
