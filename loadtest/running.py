@@ -241,7 +241,8 @@ def _follow(
                 raise
             was_interrupted = True
             progress.say("stopping: turns under way may end; Ctrl-C again ends them now")
-            process.send_signal(signal.SIGINT)
+            # Not SIGINT: that would be an exception in whichever greenlet runs just then, and get lost.
+            process.send_signal(signal.SIGTERM)
 
 
 @contextmanager
