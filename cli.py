@@ -140,6 +140,10 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
     parser.add_argument(
         "--pd", action="store_true", help="simulated engines: one prefills, the others decode"
     )
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE",
+        help="simulated engines: rules for what they answer (docs/simulated-engines.md)",
+    )  # fmt: skip
     parser.set_defaults(command=_up)
 
 
@@ -147,10 +151,13 @@ def _up(options: argparse.Namespace) -> int:
     from moongate import local_stack
     from moongate.gateway.server import ListenError
     from moongate.router.policy import PolicyError, make_policy
+    from moongate.simulator.script import ScriptError
 
     python: str | None = None
     if options.pd and options.engine != "sim":
         return _misused("--pd is for simulated engines")
+    if options.script is not None and options.engine != "sim":
+        return _misused("--script is for simulated engines")
     if options.pd and options.engines < 2:
         return _misused("--pd needs at least 2 engines: one prefills, the others decode")
     try:
@@ -168,12 +175,15 @@ def _up(options: argparse.Namespace) -> int:
                 policy=options.policy,
                 python=python,
                 pd=options.pd,
+                script=options.script,
             )
         )
     except PolicyError as error:
         return _misused(str(error))
     except (ListenError, local_stack.StackError) as error:
         return _fail(str(error))
+    except ScriptError as error:
+        return _fail(*str(error).splitlines())
 
 
 # --- explain --------------------------------------------------------------------------------------
@@ -244,11 +254,14 @@ def _add_sim_engine(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _sim_engine(options: argparse.Namespace) -> int:
     from moongate.simulator import server as sim
+    from moongate.simulator.script import ScriptError
 
     try:
         config = sim.config_from_arguments(options)
     except sim.SimConfigError as error:
         return _misused(str(error))
+    except ScriptError as error:
+        return _fail(*str(error).splitlines())
     return sim.run(config)
 
 

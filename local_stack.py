@@ -34,6 +34,7 @@ from moongate.gateway.server import GatewayServer, handle_signals, listen
 from moongate.gateway.settings import Settings
 from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.engine import EngineProfile
+from moongate.simulator.script import Script, load_script
 from moongate.simulator.server import BUNDLED_TOKENIZER, SimEngine, SimEngineConfig
 from moongate.simulator.transfer import Connector, Role
 
@@ -77,12 +78,13 @@ class StackOptions:
     policy: str = "kv_cost"
     python: str | None = None  # interpreter with vLLM
     pd: bool = False  # simulated engines: one prefills, the others decode
+    script: Path | None = None  # simulated engines: what they answer
 
 
 def run(options: StackOptions) -> int:
     """Start everything, say what to try, and stay until a signal. Return the exit code.
 
-    Raises: StackError, ListenError.
+    Raises: StackError, ListenError, ScriptError.
     """
     if options.model is not None and not (Path(options.model) / "tokenizer.json").is_file():
         raise StackError(
@@ -206,12 +208,16 @@ async def _start_sims(names: Sequence[str], options: StackOptions) -> list[_Engi
     roles = [Role.BOTH] * len(names)
     if options.pd:
         roles = [Role.PREFILL, *[Role.DECODE] * (len(names) - 1)]
+    script = None if options.script is None else load_script(options.script)
     return [
-        await _start_sim(name, role, pool, options) for name, role in zip(names, roles, strict=True)
+        await _start_sim(name, role, pool, options, script)
+        for name, role in zip(names, roles, strict=True)
     ]
 
 
-async def _start_sim(name: str, role: Role, pool: MemoryPool, options: StackOptions) -> _Engine:
+async def _start_sim(
+    name: str, role: Role, pool: MemoryPool, options: StackOptions, script: Script | None
+) -> _Engine:
     config = SimEngineConfig(
         profile=SIM_PROFILE,
         model=SIM_MODEL,
@@ -220,6 +226,7 @@ async def _start_sim(name: str, role: Role, pool: MemoryPool, options: StackOpti
         tokenizer=BUNDLED_TOKENIZER if options.model is None else Path(options.model),
         role=role,
         connector=Connector.NONE if role is Role.BOTH else Connector.MULTI,
+        script=script,
     )
     engine = SimEngine(config, pool)
     await engine.start()

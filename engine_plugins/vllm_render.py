@@ -75,6 +75,13 @@ class TemplateManners(NamedTuple):
     disabled_thinking_effort: str  # asked of the template where a request wants no thinking
 
 
+class EndToken(NamedTuple):
+    """What a model says when its turn is over."""
+
+    text: str
+    id: int
+
+
 class ModelRenderer:
     """Renders and tokenises for one model. Thread-safe.
 
@@ -212,6 +219,26 @@ class ModelRenderer:
         except (UnicodeEncodeError, TypeError) as error:
             raise PromptUnsupported("lone_surrogate") from error
         return ids
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return a text's ids, without special tokens around them, and where each leaves off.
+
+        Units: characters of `text` that are complete with the token; a character that several tokens
+        make up is complete with the last. Raises: PromptUnsupported.
+        """
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise PromptUnsupported("lone_surrogate") from error
+        starts = [start for start, _ in encoding.offsets]
+        return encoding.ids, [*starts[1:], len(text)] if starts else []
+
+    @property
+    def end_token(self) -> EndToken | None:
+        """What ends a turn of the model, if its directory says so."""
+        text = self._special_tokens.get("eos_token")
+        token_id = None if text is None else self._tokenizer.token_to_id(text)
+        return None if text is None or token_id is None else EndToken(text, token_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -23,6 +23,7 @@ from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_state import SharedState
 from moongate.router import Role, Tier
 from moongate.router.fleet import InstanceState
 
@@ -42,6 +43,7 @@ def make_admin_app(
     readiness: Readiness,
     roster: Roster,
     pooling: Pooling | None = None,
+    state: SharedState | None = None,
 ) -> FastAPI:
     """Return the application for everything that is not proxied."""
     app = FastAPI(
@@ -64,14 +66,15 @@ def make_admin_app(
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """The process is alive. `degraded` names what it has to do without."""
-        is_without_pool = pooling is not None and not pooling.health.is_up
-        return {"status": "ok", **({"degraded": ["pool"]} if is_without_pool else {})}
+        lacking = _lacking(pooling, state)
+        return {"status": "ok", **({"degraded": lacking} if lacking else {})}
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether a request could be routed now, and if not, why."""
-        reasons = _unready_reasons(driver, readiness)
-        body = {"ready": not reasons, "reasons": reasons}
+        """Whether a request could be routed now, and if not, why. `degraded`: as in `/health`."""
+        reasons, lacking = _unready_reasons(driver, readiness), _lacking(pooling, state)
+        degraded = {"degraded": lacking} if lacking else {}
+        body = {"ready": not reasons, "reasons": reasons, **degraded}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
     @app.get("/metrics")
@@ -121,6 +124,13 @@ def _error_response(status: int, body: bytes, headers: Mapping[str, str]) -> Res
 
 def _code_of(status: int) -> str:
     return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+
+
+def _lacking(pooling: Pooling | None, state: SharedState | None) -> list[str]:
+    """Return what should be there and doesn't answer: requests are served all the same."""
+    lacks_pool = pooling is not None and not pooling.health.is_up
+    lacks_redis = state is not None and not state.is_up
+    return ["pool"] * lacks_pool + ["redis"] * lacks_redis
 
 
 def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:

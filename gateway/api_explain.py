@@ -48,7 +48,7 @@ def make_explain_route(
         asked = _route_of(raw, route)
         body, _ = aliases.resolve(parse_body(raw, asked), asked)
         if asked.kind is PromptKind.RESPONSES:
-            body = turns.begin(body, asked).body
+            body = (await turns.begin(body, asked)).body
         assert body.model is not None
         cards = driver.core.fleet.model_cards()
         if body.model not in cards:
@@ -71,7 +71,7 @@ def make_explain_route(
             may_hand_over=hands_over and may_hand_over(asked, body),
             stays_whole=hands_over and stays_whole(asked, body),
         )
-        if pooling is not None and read.prompt is not None:
+        if pooling is not None and read.prompt is not None and read.is_nameable:
             known = PromptTokens(read.prompt, read.tokens, read_salt(body), cards[body.model])
             would_be = await pooling.enrich(would_be, known)
         decision = driver.core.explain(would_be, driver.clock())

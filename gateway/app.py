@@ -26,11 +26,13 @@ from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_state import SharedState
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
@@ -80,6 +82,8 @@ class Gateway:
         self._pooling: Pooling | None = None
         self._roster: Roster | None = None
         self._seeding: Seeding | None = None
+        self._state: SharedState | None = None
+        self._responses: SharedResponses | None = None
         self._admin: FastAPI | None = None
 
     @property
@@ -98,7 +102,7 @@ class Gateway:
             waiting_max=settings.limits.queue_requests_max,
             memory_bytes_max=settings.limits.prompt_memory_bytes_max,
             spaces=self.core.spaces,
-            remote=self._find_remote,
+            remotes=self._find_remotes,
             clock=self._clock,
         )
         prompts = self._prompts
@@ -108,11 +112,10 @@ class Gateway:
             driver, self._links, settings.health, prompts, self._clock,
             opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
         )  # fmt: skip
-        metrics.watch(self._monitor, self._pooling)
         if self.core.seeder is not None:
             self._seeding = Seeding(driver, self._links, metrics.seedings)
-        stored = settings.responses
-        turns = ResponseTurns(ResponseStore(stored.ttl_s, stored.bytes_max), self._clock)
+        turns = await self._make_turns()
+        metrics.watch(self._monitor, self._pooling, self._state)
         divergences = Divergences(
             metrics.note_divergence, keeps_text=settings.observability.keep_text
         )
@@ -125,6 +128,7 @@ class Gateway:
         )
         self._admin = make_admin_app(
             settings, driver, self._monitor, metrics, self.readiness, self._roster, self._pooling,
+            self._state,
         )  # fmt: skip
         self._admin.include_router(make_instance_routes(self._roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
@@ -135,6 +139,17 @@ class Gateway:
             self._pooling.start()
         self._monitor.start()
         self._roster.start()
+
+    async def _make_turns(self) -> ResponseTurns:
+        stored, shared = self.settings.responses, self.settings.state
+        store = ResponseStore(stored.ttl_s, stored.bytes_max)
+        if shared.url is None:
+            return ResponseTurns(store, self._clock)
+        timeout_s = shared.timeout_ms / 1000
+        self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
+        await self._state.start()
+        self._responses = SharedResponses(store, self._state, stored.ttl_s)
+        return ResponseTurns(store, self._clock, self._responses)
 
     def _make_pooling(self, metrics: Metrics) -> Pooling | None:
         settings = self.settings.pool
@@ -168,6 +183,10 @@ class Gateway:
             await self._roster.close()
         if self._hot_path is not None:
             await self._hot_path.close()
+        if self._responses is not None:
+            await self._responses.close()
+        if self._state is not None:
+            await self._state.close()
         if self._seeding is not None:
             await self._seeding.close()
         await self._monitor.close()
@@ -177,15 +196,16 @@ class Gateway:
         self._prompts.close()
         await self._links.close()
 
-    def _find_remote(self, model: str) -> EngineApi | None:
-        """Return an instance to be asked for token ids: the least loaded that has the model."""
+    def _find_remotes(self, model: str) -> list[EngineApi]:
+        """Return the instances to be asked about prompts: those that have the model, the least loaded first."""
         instances = self.core.fleet.available(model, self._clock(), ())
         if not instances or self._links is None:
-            return None
-        least = min(
-            instances, key=lambda i: sum(self.core.loads.get(h).active_requests for h in i.holders)
+            return []
+        loads = self.core.loads
+        by_load = sorted(
+            instances, key=lambda i: sum(loads.get(h).active_requests for h in i.holders)
         )
-        return self._links.get(least.spec.id).api
+        return [self._links.get(instance.spec.id).api for instance in by_load]
 
     async def answer(self, client: ClientRequest) -> None:
         """Answer a request for a proxied route."""

@@ -134,6 +134,10 @@ class Divergences:
             return None
         return self._compare(session_key, model, _line_of(turn, lines), turn, prompt)
 
+    def forget(self, session_key: str, model: str) -> None:
+        """Forget a session: it has ended, and another one may take its key."""
+        self._sessions.pop((model, session_key), None)
+
     def _turn(self, fields: Mapping[str, Any], salt: str | None, prompt: Prompt) -> _Turn | None:
         space, chain = next(iter(prompt.chains.items()), (TEXT_SPACE, ()))
         if space == TEXT_SPACE or not prompt.is_exact or not chain:

@@ -15,6 +15,8 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+import orjson
+
 from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.background import Background
 from moongate.gateway.body import (
@@ -26,6 +28,7 @@ from moongate.gateway.body import (
 )
 from moongate.gateway.bootstrap import Bootstraps
 from moongate.gateway.client import Client
+from moongate.gateway.collected import follow_into
 from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, stream_error_events
@@ -39,6 +42,7 @@ from moongate.gateway.handing_over import (
 )
 from moongate.gateway.headers import (
     clean_request_id,
+    ends_session,
     make_request_id,
     read_headers,
     request_headers,
@@ -230,14 +234,14 @@ class _Exchange:
             raw = self._client.take_body()
             parsed = self._parse(raw)
             if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
-                self._answer_later(raw, parsed)
+                await self._answer_later(raw, parsed)
                 return
-            body = self._body = self._begin_turn(parsed)
+            body = self._body = await self._begin_turn(parsed)
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
-            if self._path.pooling is not None and self._read.prompt is not None:
+            if self._path.pooling is not None and self._read.is_nameable:
                 self._known = self._name_blocks(self._read, body)
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
@@ -286,15 +290,35 @@ class _Exchange:
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
 
-    def _answer_later(self, raw: bytes, body: Body) -> None:
-        """Tell the client what to ask for, and compute it meanwhile. Raises: GatewayError."""
+    async def _answer_later(self, raw: bytes, body: Body) -> None:
+        """Tell the client what to ask for, or what comes, of an answer that goes on without it.
+
+        It is counted when it ends. Raises: GatewayError.
+        """
         self._model_label = self._find_model(body)
-        told = self._path.background.begin(self._client, raw, body)
-        self._answer_with(200, told, {})
+        background = self._path.background
+        run = await background.begin(self._client, raw, body)
+        self._is_counted = True
+        if not run.is_stream:
+            self._answer_with(200, orjson.dumps(run.announced), {})
+            return
+        collected = run.collected
+        try:
+            await collected.begun()
+        except asyncio.CancelledError:
+            background.forget(run)  # its client can't know its name
+            raise
+        if collected.status == 200:
+            await follow_into(collected, self._client)
+            return
+        await collected.ended()
+        self._client.start(collected.status or 500, collected.answer_headers)
+        self._client.finish(collected.answer)
 
     def _answer_with(self, status: int, body: bytes, extra: Mapping[str, str]) -> None:
         """Answer by ourselves, in JSON."""
-        self._count(status)
+        if not self._is_counted:
+            self._count(status)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -304,11 +328,11 @@ class _Exchange:
         self._client.start(status, response_headers((), headers))
         self._client.finish(body)
 
-    def _begin_turn(self, body: Body) -> Body:
+    async def _begin_turn(self, body: Body) -> Body:
         """Return the body with all that it continues. Raises: GatewayError (404)."""
         if self._route.kind is not PromptKind.RESPONSES:
             return body
-        turn = self._path.turns.begin(body, self._route)
+        turn = await self._path.turns.begin(body, self._route)
         self._turn = None if turn.is_plain else turn
         return turn.body
 
@@ -334,6 +358,7 @@ class _Exchange:
                 hands_over and self._path.adopted < ADOPTED_MAX and may_hand_over(self._route, body)
             ),
             stays_whole=hands_over and self._stays_whole(body, model),
+            ends_session=ends_session(self._headers),
         )
 
     def _note_turn(self, session_key: str, model: str, body: Body) -> None:
@@ -341,6 +366,8 @@ class _Exchange:
         fields, prompt = self._read.fields, self._read.prompt
         if fields is not None and prompt is not None:
             self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
+        if ends_session(self._headers):
+            self._path.divergences.forget(session_key, model)
 
     def _find_model(self, body: Body) -> str:
         """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""
@@ -484,7 +511,7 @@ class _Exchange:
         if self._bridge is not None:
             raw, target = self._bridge.body, self._bridge.path
         if is_one_token:
-            raw = one_token_body(raw)
+            raw = one_token_body(raw, PromptKind.CHAT if self._bridge else self._route.kind)
         if is_one_token or any((self._turn, self._renaming, self._bridge)):
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]

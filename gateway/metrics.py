@@ -16,6 +16,7 @@ from moongate.gateway.divergence import Divergence
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.shared_state import SharedState
 from moongate.gateway.tallies import Distribution, Tally
 from moongate.router import RouterCore, Tier
 
@@ -117,9 +118,11 @@ class Metrics:
         self.divergences.add(1, cause)
         self.diverged_tokens.add(found.lost_tokens, cause)
 
-    def watch(self, monitor: Monitor, pooling: Pooling | None) -> None:
-        """Show as well what engines report of themselves, and the pool if there is one."""
-        self.registry.register(_Reported(monitor, pooling))
+    def watch(
+        self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None = None
+    ) -> None:
+        """Show as well what engines report of themselves, and the pool and Redis if there are any."""
+        self.registry.register(_Reported(monitor, pooling, state))
 
 
 class _CurrentState(Collector):
@@ -190,14 +193,21 @@ class _CurrentState(Collector):
 class _Reported(Collector):
     """What engines and the pool say of themselves."""
 
-    def __init__(self, monitor: Monitor, pooling: Pooling | None) -> None:
+    def __init__(
+        self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None
+    ) -> None:
         self._monitor = monitor
         self._pooling = pooling
+        self._state = state
 
     def collect(self) -> Iterable[Metric]:
         yield self._cached_tokens()
         if self._pooling is not None:
             yield from _pool_metrics(self._pooling)
+        if self._state is not None:
+            yield GaugeMetricFamily(
+                "moongate_redis_up", "1 if Redis answers", float(self._state.is_up)
+            )
 
     def _cached_tokens(self) -> Metric:
         cached = CounterMetricFamily(

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -168,7 +168,7 @@ class PolicySettings(_Section):
     allow_override: bool = False  # let a request name another policy (x-moongate-policy)
 
     @model_validator(mode="after")
-    def _check(self) -> PolicySettings:
+    def _check(self) -> Self:
         try:
             make_policy(self.name, self.options)
         except PolicyError as error:
@@ -392,6 +392,25 @@ class ResponsesSettings(_Section):
     bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # of all; 0: none is kept
 
 
+class StateSettings(_Section):
+    """What replicas share: stored responses."""
+
+    kind: Literal["memory", "redis"] = "memory"
+    url: str | None = None  # redis://… or rediss://…
+    timeout_ms: Annotated[float, Field(gt=0, le=1000)] = 50.0  # of a call on a request's way
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "memory":
+            if self.url is not None:
+                raise ValueError("url: only with kind: redis")
+            return self
+        parts = urlsplit(self.url or "")
+        if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
+            raise ValueError("url: expected redis://host:port/number, for kind: redis")
+        return self
+
+
 class HealthSettings(_Section):
     """How instances are checked."""
 
@@ -428,6 +447,7 @@ class Settings(_Section):
     session: SessionSettings = SessionSettings()
     models: ModelsSettings = ModelsSettings()
     responses: ResponsesSettings = ResponsesSettings()
+    state: StateSettings = StateSettings()
     health: HealthSettings = HealthSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
@@ -464,8 +484,6 @@ def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings
 
 
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
-    ("state", "kind"): ("memory",),
-    ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),
     ("observability", "otlp_endpoint"): (None,),
 }

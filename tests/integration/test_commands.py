@@ -117,6 +117,26 @@ def test_a_wrong_file_is_refused_quickly_by_serve(tmp_path: Path) -> None:
     assert f"{file}:1: polcy: unknown key (did you mean policy?)" in refused.stderr
 
 
+@pytest.mark.parametrize("command", ["up", "sim-engine"])
+def test_a_wrong_script_is_told_with_its_line(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "script.yaml"
+    file.write_text("- answers:\n  - txt: hello\n")
+    words = [*MOONGATE, command, "--port", "0", "--script", str(file)]
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert refused.returncode == 1
+    assert refused.stderr == f"moongate: {file}:2: rule 1: answers[0].txt: unknown key\n"
+
+
+def test_up_answers_by_a_script(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text('{"when": {"user": "weather"}, "answers": [{"text": "It rains."}]}\n')
+    child = launch("up", "--engines", "1", "--script", str(script), port=free_port())
+    child.wait_until("/ready", 20.0)
+    body = {"model": "sim", "messages": [{"role": "user", "content": "How is the weather?"}]}
+    answer = httpx.post(f"{child.url}/v1/chat/completions", json=body, trust_env=False)
+    assert answer.json()["choices"][0]["message"]["content"] == "It rains."
+
+
 def test_explain_shows_every_candidate(tmp_path: Path, launch: Launch) -> None:
     child = launch("up", port=free_port())
     child.wait_until("/ready", 20.0)

@@ -137,19 +137,21 @@ async def test_c64_only_the_decode_leg_streams_and_usage_is_the_clients_own() ->
         await fleet.until_idle()
 
 
+JSON_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "tokens"),
     [
-        {"min_tokens": 20, "max_tokens": 30},
-        {"stop": ["\n"], "max_tokens": 30},
-        {},  # the answer ends by itself, at its first token
-        {
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-            "max_tokens": 30,
-        },
+        ({"min_tokens": 20, "max_tokens": 30}, 30),
+        ({"stop": ["\n"], "max_tokens": 30}, 30),
+        ({}, 1),  # the answer ends by itself, at its first token
+        ({"response_format": JSON_FORM, "max_tokens": 30}, 2),  # "{}" and the end
     ],
 )
-async def test_c65_nothing_ends_a_prefill_but_its_length(fields: dict[str, Any]) -> None:
+async def test_c65_nothing_ends_a_prefill_but_its_length(
+    fields: dict[str, Any], tokens: int
+) -> None:
     ends = {"answer_tokens": 1}
     body = {"messages": MESSAGES, "temperature": 0, **fields}
     async with pd_fleet(prefill_config=ends, decode_config=ends) as fleet:
@@ -162,7 +164,7 @@ async def test_c65_nothing_ends_a_prefill_but_its_length(fields: dict[str, Any])
         assert not {"stop", "response_format"} & set(prefill.body)
         assert prefill.body["ignore_eos"] is True
         assert text(answer) == text(alone)
-        assert answer.json()["usage"]["completion_tokens"] == fields.get("max_tokens", 1)
+        assert answer.json()["usage"]["completion_tokens"] == tokens
         await fleet.until_idle()
 
 

@@ -378,7 +378,12 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ("state: {kind: redis}", "state.kind: this version supports memory only: 'redis'"),
+        ("state: {kind: redis}", "state: url: expected redis://host:port/number, for kind: redis"),
+        (
+            "state: {kind: redis, url: 'http://x:1'}",
+            "state: url: expected redis://host:port/number, for kind: redis",
+        ),
+        ("state: {url: 'redis://x:1'}", "state: url: only with kind: redis"),
         (
             "observability: {stream_usge: asked}",
             (
