@@ -53,4 +53,4 @@ EXPOSE 8101
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=300s \
     CMD ["healthcheck", "http://127.0.0.1:8101/health"]
-CMD ["python", "-m", "moongate.cli", "engine", "serve", "--help"]
+CMD ["moongate", "engine", "serve", "--help"]

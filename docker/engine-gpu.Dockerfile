@@ -46,4 +46,4 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=900s \
     CMD ["healthcheck", "http://127.0.0.1:8101/health"]
 ENTRYPOINT []
-CMD ["python3", "-m", "moongate.cli", "engine", "serve", "--help"]
+CMD ["moongate", "engine", "serve", "--help"]

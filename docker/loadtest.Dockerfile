@@ -19,15 +19,16 @@ COPY kvpool /src/kvpool
 COPY loadtest /src/loadtest
 COPY router /src/router
 COPY simulator /src/simulator
+# hf-xet loads from a model hub (the tokenizers' package asks for it), which nothing here ever does.
 RUN /opt/moongate/bin/pip install --no-cache-dir --no-deps --no-build-isolation /src \
-    && /opt/moongate/bin/pip uninstall -y setuptools pip \
+    && /opt/moongate/bin/pip uninstall -y hf-xet setuptools pip \
     && ln -s /opt/moongate/lib/python3*/site-packages/moongate/loadtest/locustfile.py /opt/moongate/
 
 FROM docker.io/library/debian:12.12-slim
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin \
     && useradd --uid 10001 --create-home moongate
 COPY --from=build /opt/moongate /opt/moongate
 COPY --chmod=755 docker/healthcheck.py /usr/local/bin/healthcheck
