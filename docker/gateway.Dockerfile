@@ -20,8 +20,10 @@ COPY gateway /src/gateway
 COPY kvpool /src/kvpool
 COPY router /src/router
 COPY simulator /src/simulator
-# hf-xet loads from a model hub (the tokenizers' package asks for it), which nothing here ever does.
+# `check`: the lock has all that this Python needs, which is older than the one it was made with. hf-xet
+# loads from a model hub (the tokenizers' package asks for it), which nothing here ever does.
 RUN /opt/moongate/bin/pip install --no-cache-dir --no-deps --no-build-isolation /src \
+    && /opt/moongate/bin/pip check \
     && /opt/moongate/bin/pip uninstall -y hf-xet setuptools pip
 
 FROM docker.io/library/debian:12.12-slim

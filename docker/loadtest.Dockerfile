@@ -19,8 +19,10 @@ COPY kvpool /src/kvpool
 COPY loadtest /src/loadtest
 COPY router /src/router
 COPY simulator /src/simulator
-# hf-xet loads from a model hub (the tokenizers' package asks for it), which nothing here ever does.
+# `check`: the lock has all that this Python needs, which is older than the one it was made with. hf-xet
+# loads from a model hub (the tokenizers' package asks for it), which nothing here ever does.
 RUN /opt/moongate/bin/pip install --no-cache-dir --no-deps --no-build-isolation /src \
+    && /opt/moongate/bin/pip check \
     && /opt/moongate/bin/pip uninstall -y hf-xet setuptools pip \
     && ln -s /opt/moongate/lib/python3*/site-packages/moongate/loadtest/locustfile.py /opt/moongate/
 

@@ -67,8 +67,7 @@ class Container:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise ContainerError(f"{self.name} ended while starting:\n{self.tail()}")
-            check = [*self._inside, *self.service.health_command]
-            if subprocess.run(check, capture_output=True, timeout=30).returncode == 0:
+            if self._is_healthy():
                 return
             time.sleep(0.3)
         raise ContainerError(f"{self.name} is not healthy after {timeout_s} s:\n{self.tail()}")
@@ -90,6 +89,17 @@ class Container:
         assert match is not None
         return int(match[1])
 
+    def _is_healthy(self) -> bool:
+        first = self._find_first_process()
+        if first is None:
+            return False
+        # As a daemon would: beside the first process, with its root, network, user and environment.
+        user = ("--setuid", str(self.user_of_process()))
+        enter = ["nsenter", "--target", str(first), "--mount", "--net", "--root", *user]
+        environment = Path(f"/proc/{first}/environ").read_bytes().decode().split("\0")
+        words = [*enter, "env", "-i", *filter(None, environment), *self.service.health_command]
+        return subprocess.run(words, capture_output=True, timeout=30, check=False).returncode == 0
+
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
@@ -109,13 +119,20 @@ class Container:
         return [int(word) for word in listing.stdout.split()]
 
     def _first_process(self) -> int:
-        """Return the process that the command became: buildah's own come before it."""
-        program = self.service.command[0]
+        first = self._find_first_process()
+        if first is None:
+            raise ContainerError(f"{self.name} has no process:\n{self.tail()}")
+        return first
+
+    def _find_first_process(self) -> int | None:
+        """Return the process that the command became: the first one in the image's root."""
         for number in sorted(self._processes()):
-            words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
-            if any(Path(word.decode()).name == program for word in words[:2]):
-                return number
-        raise ContainerError(f"{self.name}: no process of {program}:\n{self.tail()}")
+            with contextlib.suppress(OSError):
+                process = Path(f"/proc/{number}")
+                is_buildahs = "buildah" in (process / "exe").readlink().name
+                if not is_buildahs and (process / "root").readlink() != Path("/"):
+                    return number
+        return None
 
 
 @dataclass
