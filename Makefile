@@ -2,17 +2,18 @@
 
 PYTHON = python3
 BIN = .venv/bin
-SOURCES = gateway router engine_plugins kvpool simulator cli.py engine_cli.py local_stack.py __init__.py
+SOURCES = gateway router engine_plugins kvpool simulator loadtest cli.py engine_cli.py local_stack.py stack_panel.py __init__.py
 LINTED = $(SOURCES) tests scripts examples benchmarks docker
 MODEL = smollm2
 PORT = 8000
 BENCH_ROUNDS ?= 5
 BENCH_RESULTS = benchmarks/results
 
-.PHONY: help setup setup-engine setup-bench setup-sdks setup-deploy images images-test run run-real test e2e check bench clean
+.PHONY: help setup setup-engine setup-bench setup-sdks setup-deploy images images-test run demo run-real test e2e check bench clean
 
 help:
 	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
+	@echo "make demo         a short load on such a stack, for each of three policies; a table; a minute"
 	@echo "make run-real     gateway and 2 real vLLM engines with a 135 M-parameter model"
 	@echo "make test         unit, simulation and integration tests"
 	@echo "make e2e          tests against real vLLM engines"
@@ -29,7 +30,7 @@ setup-bench: .venv-bench/.ready
 setup-sdks: .venv-sdks/.ready
 setup-deploy: .venv-deploy/.ready
 
-.venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
+.venv/.ready: requirements/gateway.txt requirements/loadtest.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) scripts/setup_venv.py
 
 .venv-bench/.ready: requirements/bench.txt
@@ -47,6 +48,12 @@ setup-deploy: .venv-deploy/.ready
 
 run: .venv/.ready
 	@$(BIN)/moongate up --port $(PORT)
+
+# One stack after the other, each with the same conversations; any free port.
+demo: .venv/.ready
+	@$(BIN)/moongate loadtest policies --policies round_robin,least_loaded,kv_cost --users 8 \
+		--duration 12s --spawn-rate 8 --think 0.3 --turns 12 --system-tokens 2000 --first-tokens 8000 \
+		--turn-tokens 800 --answer-tokens 20 --seed 1 --out demo-report
 
 run-real: .venv/.ready .venv-engine/.ready
 	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \

@@ -55,6 +55,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for add in (_add_serve, _add_up, _add_check, _add_explain, _add_sim_engine):
         add(commands)
     add_engine_commands(commands)
+    _add_loadtest(commands)
     return parser
 
 
@@ -78,12 +79,14 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _serve(options: argparse.Namespace) -> int:
     from moongate.gateway import server
+    from moongate.gateway.logs import use_format
     from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
 
     try:
         settings = load_settings(options.config)
     except SettingsError as error:
         return _fail(*error.problems)
+    use_format(settings.observability.log_format)
     listen = ListenSettings(
         host=settings.listen.host if options.host is None else options.host,
         port=settings.listen.port if options.port is None else options.port,
@@ -149,10 +152,12 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _up(options: argparse.Namespace) -> int:
     from moongate import local_stack
+    from moongate.gateway.logs import use_format
     from moongate.gateway.server import ListenError
     from moongate.router.policy import PolicyError, make_policy
     from moongate.simulator.script import ScriptError
 
+    use_format("text")
     python: str | None = None
     if options.pd and options.engine != "sim":
         return _misused("--pd is for simulated engines")
@@ -263,6 +268,18 @@ def _sim_engine(options: argparse.Namespace) -> int:
     except ScriptError as error:
         return _fail(*str(error).splitlines())
     return sim.run(config)
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def _add_loadtest(commands: Commands) -> None:  # type: ignore[type-arg]
+    try:
+        from moongate.loadtest.commands import add_loadtest_commands
+    except ModuleNotFoundError:
+        return  # in an engine's environment, as above
+
+    add_loadtest_commands(commands)
 
 
 # --- failing --------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/build \
     && /opt/build/bin/pip install --no-cache-dir --no-deps -r /src/requirements/build.txt
-COPY pyproject.toml README.md LICENSE __init__.py cli.py engine_cli.py local_stack.py py.typed /src/
+COPY pyproject.toml README.md LICENSE py.typed *.py /src/
 COPY engine_plugins /src/engine_plugins
 COPY gateway /src/gateway
 COPY kvpool /src/kvpool
+COPY loadtest /src/loadtest
 COPY router /src/router
 COPY simulator /src/simulator
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /opt/build/wheels /src \

@@ -14,10 +14,11 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/moongate \
     && /opt/moongate/bin/pip install --no-cache-dir --no-deps \
         -r /src/requirements/gateway.txt -r /src/requirements/build.txt
-COPY pyproject.toml README.md LICENSE __init__.py cli.py engine_cli.py local_stack.py py.typed /src/
+COPY pyproject.toml README.md LICENSE py.typed *.py /src/
 COPY engine_plugins /src/engine_plugins
 COPY gateway /src/gateway
 COPY kvpool /src/kvpool
+COPY loadtest /src/loadtest
 COPY router /src/router
 COPY simulator /src/simulator
 # `check`: the lock has all that this Python needs, which is older than the one it was made with. hf-xet

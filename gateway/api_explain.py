@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from moongate.gateway.admin_guard import read_body
 from moongate.gateway.aliases import Aliases
-from moongate.gateway.body import find_session_key, find_user, parse_body
+from moongate.gateway.body import find_session_key, find_user, name_session, parse_body
 from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
@@ -78,7 +78,12 @@ def make_explain_route(
         if decision is None:
             raise GatewayError(503, "no instance can take the request now", "no_instance")
         divergence = diverges.as_json() if diverges is not None else None
-        told = {"fallback": read.fallback, "divergence": divergence}
+        told = {
+            "model": body.model,
+            "session": name_session(session_key) if session_key is not None else None,
+            "fallback": read.fallback,
+            "divergence": divergence,
+        }
         return JSONResponse({**decision_as_json(decision), **told})
 
     return router

@@ -10,22 +10,29 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from moongate import __version__
 from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
+from moongate.gateway.api_live import make_live_routes
 from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
-from moongate.gateway.divergence import Divergences
+from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import clean_request_id, make_request_id, read_headers
 from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
+from moongate.gateway.live import LiveFeed
+from moongate.gateway.live_view import LiveView
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
+from moongate.gateway.otlp import resource
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.recent_turns import RecentTurns
 from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore
 from moongate.gateway.response_turns import ResponseTurns
@@ -33,6 +40,8 @@ from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
 from moongate.gateway.shared_state import SharedState
+from moongate.gateway.trace_export import TraceExporter
+from moongate.gateway.tracing import Tracing
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
@@ -84,7 +93,14 @@ class Gateway:
         self._seeding: Seeding | None = None
         self._state: SharedState | None = None
         self._responses: SharedResponses | None = None
+        self._exporter: TraceExporter | None = None
         self._admin: FastAPI | None = None
+        self._view: LiveView | None = None
+
+    @property
+    def view(self) -> LiveView:
+        assert self._view is not None, "the gateway has not been started"
+        return self._view
 
     @property
     def monitor(self) -> Monitor:
@@ -116,12 +132,16 @@ class Gateway:
             self._seeding = Seeding(driver, self._links, metrics.seedings)
         turns = await self._make_turns()
         metrics.watch(self._monitor, self._pooling, self._state)
-        divergences = Divergences(
-            metrics.note_divergence, keeps_text=settings.observability.keep_text
-        )
+        recent = RecentTurns()
+
+        def note_divergence(found: Divergence) -> None:
+            metrics.note_divergence(found)
+            recent.note_divergence(found, self._clock())
+
+        divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
         self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, turns, divergences, self._pooling,
-            self._seeding,
+            settings, driver, self._links, prompts, metrics, turns, divergences, recent,
+            self._pooling, self._seeding, self._make_tracing(metrics),
         )  # fmt: skip
         self._roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
@@ -135,6 +155,14 @@ class Gateway:
         self._admin.include_router(
             make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
         )
+        self._view = LiveView(
+            driver, self._roster, metrics, recent, prompts, self.readiness, self._pooling
+        )
+        feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
+        self._admin.include_router(make_live_routes(feed))
+        self._admin.include_router(make_decision_route(self._hot_path.recent))
+        if self._exporter is not None:
+            self._exporter.start()
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
@@ -150,6 +178,21 @@ class Gateway:
         await self._state.start()
         self._responses = SharedResponses(store, self._state, stored.ttl_s)
         return ResponseTurns(store, self._clock, self._responses)
+
+    def _make_tracing(self, metrics: Metrics) -> Tracing | None:
+        """Return what begins and ends traces, None where nobody takes them."""
+        settings = self.settings.observability
+        if settings.otlp_endpoint is None:
+            return None
+        about = {
+            "service.name": "moongate",
+            "service.version": __version__,
+            "service.instance.id": make_request_id(),
+        }
+        self._exporter = TraceExporter(
+            settings.otlp_endpoint, settings.otlp_headers, resource(about), metrics.note_traces
+        )
+        return Tracing(self._exporter, settings.sample_ratio, self._clock)
 
     def _make_pooling(self, metrics: Metrics) -> Pooling | None:
         settings = self.settings.pool
@@ -192,6 +235,8 @@ class Gateway:
         await self._monitor.close()
         if self._pooling is not None:
             await self._pooling.close()
+        if self._exporter is not None:
+            await self._exporter.close()
         self.driver.close()
         self._prompts.close()
         await self._links.close()

@@ -19,7 +19,9 @@ class Collected:
         self.method = asked.method
         self.target = asked.target
         self.headers: RawHeaders = asked.headers
+        self.opened_at = asked.opened_at
         self.has_started = False
+        self.disconnected = False
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self.status = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import orjson
@@ -52,13 +53,17 @@ from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, wit
 from moongate.gateway.json_edits import Edit
 from moongate.gateway.legs import may_hand_over, one_token_body, stays_whole
 from moongate.gateway.links import Link, Links
+from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
-from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
+from moongate.gateway.metrics import SHED_CODES, UNKNOWN_MODEL, Metrics
+from moongate.gateway.otlp import SpanForm
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import read_salt
-from moongate.gateway.receipt import receipt_headers
+from moongate.gateway.receipt import Receipt, receipt_headers
+from moongate.gateway.recent import RecentReceipts
+from moongate.gateway.recent_turns import RecentTurns, Turn
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -75,6 +80,7 @@ from moongate.gateway.stream_usage import (
     with_usage_asked,
     without_usage_events,
 )
+from moongate.gateway.tracing import QUEUE, RECEIVE, ROUTE, STREAM, TOKENISE, Tracing
 from moongate.gateway.upstream import (
     Answer,
     NoConnection,
@@ -85,6 +91,7 @@ from moongate.gateway.upstream import (
 )
 from moongate.gateway.usage import UsageReader
 from moongate.router import (
+    Decision,
     FailureKind,
     Forward,
     Holder,
@@ -109,14 +116,11 @@ logger = logging.getLogger(__name__)
 NOT_READ = ReadPrompt(None)
 """Of a prompt at which the policy doesn't look."""
 
-SHED_CODES = frozenset(
-    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
-)
-"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
-
 ADOPTED_MAX = 128
 """Past so many hand-offs whose clients have left, requests are not handed over any more: a prompt that is
 computed where it is decoded ends with its client."""
+
+_STOPS = "the gateway is stopping"
 
 CLIENT_LEFT_STATUS = 499
 """Counted for a request whose client left; nobody receives it."""
@@ -138,9 +142,14 @@ class HotPath:
         metrics: Metrics,
         turns: ResponseTurns,
         divergences: Divergences,
+        seen: RecentTurns,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self.seen = seen
+        self.recent = RecentReceipts(settings.observability.decisions_max)
+        self.tracing = tracing
         self.turns = turns
         self.background = Background(turns, self.answer)
         self.divergences = divergences
@@ -210,6 +219,10 @@ class _Exchange:
         given_id = clean_request_id(self._headers.get("x-request-id"))
         self._client_id = given_id or make_request_id()
         self._began = path.driver.clock()
+        self._receipt: Receipt | None = None  # once it is forwarded
+        self._session_key: str | None = None
+        tracing = path.tracing
+        self._trace = tracing.begin(self._headers, client.opened_at) if tracing else None
         self._model_label = UNKNOWN_MODEL
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_first_byte = False
@@ -224,11 +237,17 @@ class _Exchange:
         self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
+        self._request: Request | None = None  # as routing saw it
+        self._noted: Turn | None = None  # for those who look; once it was forwarded
+        self._is_stream = False  # of events, and it has begun
+        self._input_tokens: int | None = None  # as the engine counted them, for the trace
 
     # --- the steps --------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Parse, route, relay. A cancellation means that the client has left."""
+        trace_id = self._trace.trace_id if self._trace is not None else None
+        REQUEST.set(LoggedRequest(self._client_id, trace_id))  # of this task, which is only for it
         try:
             self._check_method()
             raw = self._client.take_body()
@@ -237,6 +256,7 @@ class _Exchange:
                 await self._answer_later(raw, parsed)
                 return
             body = self._body = await self._begin_turn(parsed)
+            self._ended(RECEIVE)
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
@@ -246,11 +266,12 @@ class _Exchange:
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
+            self._request = request
             await self._forward(self._handle_arrival(request))
         except GatewayError as error:
             self.refuse(error)
         except Exception:
-            logger.exception("request %s: a bug of ours", self._client_id)
+            logger.exception("a bug of ours")
             if self._client.has_started:
                 self._client.break_off()
             else:
@@ -258,14 +279,32 @@ class _Exchange:
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
             if not self._is_counted:  # else it has all it wanted
-                logger.info("request %s: the client left", self._client_id)
-                self._count(CLIENT_LEFT_STATUS)
+                self._end_early()
             raise
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
             if self._path.seeding is not None:
                 self._path.seeding.forget(self._id)
+
+    def _end_early(self) -> None:
+        """The request is cancelled: its client has left, or the gateway stops and has waited enough."""
+        client, receipt = self._client, self._receipt
+        if client.disconnected:
+            logger.info("the client left")
+            self._count(CLIENT_LEFT_STATUS)
+            return
+        logger.warning("ended, since the gateway stops")
+        if not client.has_started:
+            self.refuse(_stopping())
+            return
+        if receipt is not None:
+            receipt.is_broken_off = True
+        self._count(200)
+        if self._is_stream:
+            client.finish(stream_error_events(_STOPS, "gateway_stopping", self._route.family))
+        else:
+            client.break_off()
 
     def _check_method(self) -> None:
         method = self._client.method
@@ -342,7 +381,10 @@ class _Exchange:
         policy = self._find_policy()
         if self._path.driver.core.get_policy(policy).reads_prompts:
             self._read = await self._read_prompt(body)
-        session_key = find_session_key(self._headers, body, self._path.settings.session.header)
+        self._ended(TOKENISE)
+        session_key = self._session_key = find_session_key(
+            self._headers, body, self._path.settings.session.header
+        )
         if session_key is not None:
             self._note_turn(session_key, model, body)
         hands_over = self._path.driver.core.fleet.has_prefill(model)
@@ -432,8 +474,10 @@ class _Exchange:
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
+        self._ended(QUEUE)
         command = self._path.driver.handle(RequestArrived(request))
         self._path.metrics.route_seconds.observe(self._path.driver.clock() - began)
+        self._ended(ROUTE)
         match command:
             case Forward():
                 self._is_reserved = True
@@ -460,6 +504,8 @@ class _Exchange:
             failure: UpstreamError | None = None
             try:
                 opened = await self._attempt(forward)
+                status = opened.answer.status
+                self._note_attempt(forward, str(status) if status >= 500 else None)
                 command: RequestCommand | None = None
                 if opened.answer.status >= 500:
                     command = self._report(FailureKind.STATUS, opened.answer.status)
@@ -468,10 +514,16 @@ class _Exchange:
                     return
             except UpstreamError as error:
                 failure = error
+                self._note_attempt(forward, FAILURES[type(error)].value)
                 command = self._report(FAILURES[type(error)])
             except PrefillFailed as error:
                 failure = error.cause
+                self._note_attempt(forward, error.kind.value)
                 command = self._report(error.kind, error.status, is_prefill=True)
+            except asyncio.CancelledError:
+                if opened is None:
+                    self._note_attempt(forward, "client_left")
+                raise
             finally:
                 if opened is not None:
                     opened.answer.close()
@@ -534,13 +586,14 @@ class _Exchange:
         return bridge_for(self._route, body.fields, manners)
 
     def _headers_for(self, holder: Holder, link: Link) -> list[tuple[bytes, bytes]]:
-        return request_headers(
+        headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
             forward_credentials=self._path.settings.auth.forward_client_key,
             api_key=link.api_key,
             rank=holder.rank,
         )
+        return headers if self._trace is None else self._trace.pass_on(headers)
 
     def _ids_for(self, body: Body, link: Link) -> bytes | None:
         """Return the prompt's token ids, if the instance should get them."""
@@ -652,6 +705,7 @@ class _Exchange:
         metrics, decision = self._path.metrics, forward.decision
         instance = forward.holder.instance_id
         metrics.routed.add(1, instance, decision.policy, decision.reason.value)
+        self._note_decision(decision)
         if decision.prompt_tokens is not None and not forward.is_redelivery:
             reused = decision.device_tokens + decision.pool_tokens
             recompute = max(decision.prompt_tokens - reused, 0)
@@ -659,6 +713,43 @@ class _Exchange:
             if decision.pool_tokens:
                 metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(recompute, "recompute")
+
+    def _note_decision(self, decision: Decision) -> None:
+        """Begin the receipt, or note that there is another attempt."""
+        if self._receipt is not None:
+            self._receipt.decision = decision
+            self._receipt.attempts += 1
+            if self._noted is not None:
+                self._path.seen.forward_again(self._noted)
+            return
+        trace = self._trace
+        self._receipt = Receipt(
+            self._client_id,
+            self._route.template,
+            self._model_label,
+            self._session_key,
+            self._body is not None and self._body.is_stream,
+            time.time(),
+            decision,
+            trace.trace_id if trace is not None and trace.is_recorded else None,
+        )
+        self._path.recent.add(self._receipt)
+        if self._request is not None:
+            now = self._path.driver.clock()
+            self._noted = self._path.seen.begin(self._request, self._receipt, now)
+
+    def _note_attempt(self, forward: Forward, error: str | None) -> None:
+        """An attempt has its answer's first byte, or failed."""
+        if self._trace is not None:
+            instance = str(forward.holder)
+            self._trace.note_attempt(self._path.driver.clock(), instance, error)
+
+    def _has_exact_prompt(self) -> bool:
+        return self._read.prompt is not None and self._read.prompt.is_exact
+
+    def _ended(self, phase: SpanForm) -> None:
+        if self._trace is not None:
+            self._trace.note(phase, self._path.driver.clock())
 
     def _finish(
         self,
@@ -691,6 +782,7 @@ class _Exchange:
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
             if kind is AnswerKind.EVENTS:
+                self._is_stream = True
                 end = functools.partial(self._end, answer.status, forward)
                 relayed = await relay_events(opened, client, end, edit=edit)
                 if self._bridge is not None and relayed.error is None and not self._is_counted:
@@ -777,12 +869,16 @@ class _Exchange:
         if shows_prefill or not opened.answer.is_complete:  # else its end follows at once
             self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
         elapsed_s = self._path.driver.clock() - self._began
+        if self._receipt is not None:
+            self._receipt.ttft_ms = elapsed_s * 1000
         self._path.metrics.ttft_seconds.observe(elapsed_s, forward.holder.instance_id)
 
     def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
         instance = forward.holder.instance_id
-        logger.warning("request %s: %s broke its answer off: %s", self._client_id, instance, error)
+        logger.warning("%s broke its answer off: %s", instance, error)
+        if self._receipt is not None:
+            self._receipt.is_broken_off = True
         self._path.metrics.broken_off.add(1, instance)
         self._finish(Outcome.BROKEN_OFF)
         self._count(status)
@@ -798,6 +894,7 @@ class _Exchange:
             cached_tokens, computing = handoff.cached_tokens, decision.prefill.holder
         if cached_tokens is not None:
             self._path.metrics.delivered_cached_tokens.add(cached_tokens)
+        pool_tokens = None
         if self._known is not None and self._path.pooling is not None and status == 200:
             pool_tokens = usage.pool_tokens()
             if pool_tokens is not None:
@@ -810,15 +907,32 @@ class _Exchange:
                 # What an engine reports that another one prefilled for says nothing of the pool.
                 cached_tokens if forward.prefill is None else None,
             )
-        completion_tokens = usage.completion_tokens() if self._has_one_choice else None
+        output_tokens = usage.completion_tokens()
+        if self._receipt is not None:
+            self._receipt.cached_tokens = cached_tokens
+            self._receipt.pool_tokens = pool_tokens
+            self._receipt.output_tokens = output_tokens
+        if self._trace is not None and not self._has_exact_prompt():
+            self._input_tokens = usage.prompt_tokens()
+        completion_tokens = output_tokens if self._has_one_choice else None
         self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
         self._count(status)
 
     def _count(self, status: int) -> None:
-        metrics = self._path.metrics
+        metrics, receipt = self._path.metrics, self._receipt
         self._is_counted = True
         metrics.requests.add(1, self._route.template, self._model_label, str(status))
-        metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
+        elapsed_s = self._path.driver.clock() - self._began
+        metrics.e2e_seconds.observe(elapsed_s)
+        if receipt is not None:
+            receipt.status, receipt.e2e_ms = status, elapsed_s * 1000
+            metrics.note_reuse(receipt)
+        if self._trace is not None and self._path.tracing is not None:
+            if self._has_first_byte:
+                self._ended(STREAM)
+            self._path.tracing.end(
+                self._trace, self._route, status, self._client_id, receipt, self._input_tokens
+            )
 
 
 def _chained(edits: Sequence[Edit]) -> Edit | None:
@@ -830,6 +944,10 @@ def _chained(edits: Sequence[Edit]) -> Edit | None:
         return functools.reduce(lambda changed, one: one(changed), edits, text)
 
     return edit
+
+
+def _stopping() -> GatewayError:
+    return GatewayError(503, _STOPS, "gateway_stopping", headers={"retry-after": "1"})
 
 
 def _describe(error: UpstreamError) -> str:

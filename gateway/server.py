@@ -41,7 +41,8 @@ class ListenError(OSError):
 def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket. Port 0 takes any free one. Raises: ListenError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio, unlike uvloop, sends small pieces at once only where the protocol is named.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

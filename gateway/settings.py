@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import httpx
 import yaml
@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.gateway.logs import LogFormat
 from moongate.kvpool.keys import SHARDS_MAX, Shard
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
@@ -45,6 +46,11 @@ HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[1-9]\d{0,4})$", re.ASCII)
 KEY_PART = re.compile(r"^(?:(?!,)[!-~]){0,256}$")
 """The master takes keys apart at commas, and is asked for them in an address."""
+
+OTLP_TRACES = "/v1/traces"
+"""The path of traces below an OTLP/HTTP endpoint."""
+
+_URL_PATH = re.compile(r"[A-Za-z0-9/._~%-]*")
 
 MASTER_HTTP_PORT = 9003
 """Mooncake's own default for `--metrics_port`."""
@@ -122,6 +128,36 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _check_otlp_endpoint(url: str) -> str:
+    """Return the address that traces are posted to."""
+    try:
+        parts = urlsplit(url)
+        _check_url(f"{parts.scheme}://{parts.netloc}")
+    except ValueError as error:
+        raise ValueError(f"expected http://host:4318 ({error})") from error
+    is_plain = _URL_PATH.fullmatch(parts.path) and not any(char.isspace() for char in url)
+    if parts.query or parts.fragment or not is_plain:
+        raise ValueError("expected http://host:4318, perhaps with a path, without a query")
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path.removesuffix(OTLP_TRACES)}{OTLP_TRACES}"
+
+
+def _read_headers(text: str) -> dict[str, str]:
+    """Return headers written as NAME=VALUE,NAME=VALUE. Raises: ValueError, without any value."""
+    headers: dict[str, str] = {}
+    for number, pair in enumerate(text.split(","), 1):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        value = unquote(value)
+        if not equals or not HEADER_NAME.fullmatch(name) or not _is_header_value(value):
+            raise ValueError(f"header {number}: expected NAME=VALUE")
+        headers[name] = value
+    return headers
+
+
+def _is_header_value(text: str) -> bool:
+    return all(" " <= char <= "~" for char in text)
+
+
 def _check_policy_name(name: str) -> str:
     if name not in BUILT_IN and ":" not in name:
         raise ValueError(f"unknown policy{_nearest(name, [*BUILT_IN, 'module:Class'])}")
@@ -132,6 +168,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 Url = Annotated[str, AfterValidator(_check_url)]
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 KeyPart = Annotated[str, AfterValidator(_check_key_part)]
 HashSeed = Annotated[str, BeforeValidator(_whole_as_text)]  # YAML reads an unquoted 0 as a number
@@ -433,6 +470,28 @@ class ObservabilitySettings(_Section):
     # always: ask engines for the usage of every stream, and keep it from clients that didn't.
     stream_usage: Literal["asked", "always"] = "asked"
     keep_text: bool = False  # of messages, to show where a session diverged; else only hashes
+    decisions_max: Annotated[int, Field(ge=1, le=100_000)] = 1000  # receipts kept; 3 KB each
+    log_format: LogFormat = "text"  # json: one object a line, for programs
+    otlp_endpoint: OtlpEndpoint | None = None  # a collector, by OTLP/HTTP; None: no traces
+    # Variable with headers for it, as NAME=VALUE,NAME=VALUE (percent-encoded): its key.
+    otlp_headers_env: str | None = None
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of traces that no client has begun
+
+    @property
+    def otlp_headers(self) -> dict[str, str]:
+        """Return the headers that `otlp_headers_env` names."""
+        return _read_headers(os.environ[self.otlp_headers_env]) if self.otlp_headers_env else {}
+
+    @model_validator(mode="after")
+    def _check(self) -> ObservabilitySettings:
+        if self.otlp_headers_env is not None:
+            if not os.environ.get(self.otlp_headers_env):
+                raise ValueError(f"otlp_headers_env: {self.otlp_headers_env} is not set")
+            try:
+                self.otlp_headers  # noqa: B018 - raises what is wrong
+            except ValueError as error:
+                raise ValueError(f"otlp_headers_env: {self.otlp_headers_env}: {error}") from None
+        return self
 
 
 class Settings(_Section):
@@ -485,7 +544,6 @@ def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings
 
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
     ("discovery", "kind"): ("static",),
-    ("observability", "otlp_endpoint"): (None,),
 }
 """Keys of the contract that have one meaning only in this version: accepted with these values, which
 say what happens anyway, and refused with any other."""

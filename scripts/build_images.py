@@ -68,7 +68,9 @@ class Image:
         for line in self.dockerfile.read_text().splitlines():
             if line.startswith("COPY ") and "--from=" not in line:
                 words = [word for word in line.split()[1:] if not word.startswith("--")]
-                yield from words[:-1]
+                for word in words[:-1]:
+                    found = sorted(path.name for path in PROJECT.glob(word)) if "*" in word else []
+                    yield from found or [word]
 
     def _files(self) -> Iterator[Path]:
         yield self.dockerfile

@@ -191,15 +191,23 @@ def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gat
         f"http://127.0.0.1:{port}",
         directory / f"{name}.log",
     )
-    child.wait_until("/ready", 30.0)
-    deadline = time.monotonic() + 30.0
-    while states_of(child.url) != {"up"}:
-        assert time.monotonic() < deadline, f"not all instances came up:\n{child.tail()}"
-        time.sleep(0.05)
+    try:
+        child.wait_until("/ready", 30.0)
+        deadline = time.monotonic() + 30.0
+        key = os.environ.get((settings.get("auth") or {}).get("admin_key_env") or "")
+        while states_of(child.url, key) != {"up"}:
+            assert time.monotonic() < deadline, f"not all instances came up:\n{child.tail()}"
+            time.sleep(0.05)
+    except BaseException:
+        child.kill()  # nobody else knows of it
+        raise
     return child
 
 
-def states_of(gateway_url: str) -> set[str]:
+def states_of(gateway_url: str, admin_key: str | None = None) -> set[str]:
     """Return the states that a gateway's instances are in."""
-    answer = httpx.get(f"{gateway_url}/admin/instances", timeout=10.0, trust_env=False)
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    answer = httpx.get(
+        f"{gateway_url}/admin/instances", timeout=10.0, trust_env=False, headers=headers
+    )
     return {instance["state"] for instance in answer.json()["instances"]}

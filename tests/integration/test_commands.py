@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,7 +70,9 @@ def test_up_serves_until_a_signal_and_leaves_nothing(launch: Launch, number: int
         os.killpg(child.process.pid, 0)
     printed = log.read_text()
     assert f"{url}/v1" in printed
+    assert f"{url}/ui" in printed
     assert "curl -i" in printed
+    assert "\x1b" not in printed, "what is no terminal gets plain lines"
     assert "Traceback" not in printed
 
 
@@ -84,7 +88,37 @@ def test_a_port_in_use_is_said_and_is_exit_code_1(launch: Launch) -> None:
     assert "Traceback" not in second.stderr
 
 
-def test_sigterm_lets_a_running_answer_end(tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_c90_past_the_limit_a_running_answer_ends_so_that_it_is_seen(
+    tmp_path: Path, launch: Launch, is_stream: bool
+) -> None:
+    sim = launch("sim-engine", "--decode-tokens-per-s", "5", port=free_port())
+    sim.wait_until("/health", 20.0)
+    gateway = start_gateway(
+        tmp_path, {"instances": [{"id": "a", "url": sim.url}], "drain": {"limit_s": 1.0}}
+    )
+    body = {"model": "sim", "prompt": "x", "max_tokens": 100, "stream": is_stream}
+    with httpx.Client(base_url=gateway.url, timeout=30, trust_env=False) as client:
+        stopping = threading.Timer(0.5, gateway.process.terminate)
+        stopping.start()
+        began = time.monotonic()
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            told = answer.read().decode()
+        assert 1.0 < time.monotonic() - began < 5.0
+    if is_stream:
+        *events, error, end = [line for line in told.splitlines() if line]
+        assert answer.status_code == 200
+        assert len(events) >= 2
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "gateway_stopping"
+        assert end == "data: [DONE]"
+    else:
+        assert answer.status_code == 503
+        assert json.loads(told)["error"]["code"] == "gateway_stopping"
+        assert answer.headers["retry-after"] == "1"
+    assert gateway.process.wait(10) == 0
+
+
+def test_c90_sigterm_lets_a_running_answer_end(tmp_path: Path, launch: Launch) -> None:
     sim = launch("sim-engine", "--decode-tokens-per-s", "20", port=free_port())
     sim.wait_until("/health", 20.0)
     gateway = start_gateway(

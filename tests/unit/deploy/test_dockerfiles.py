@@ -73,8 +73,8 @@ def test_every_component_gets_into_the_images_and_through_dockerignore(image: Im
     packages = project["tool"]["setuptools"]["packages"]
     components = {name.partition(".")[2] for name in packages if "." in name}
     text = image.dockerfile.read_text()
-    copied = {c for c in components if re.search(rf"^COPY {c} /src/{c}$", text, re.MULTILINE)}
-    assert components - copied <= {"loadtest"}, "setuptools fails on a package that isn't there"
+    for component in components:
+        assert re.search(rf"^COPY {component} /src/{component}$", text, re.MULTILINE)
     ignored = (PROJECT / ".dockerignore").read_text().splitlines()
     assert {f"!{component}" for component in components} <= set(ignored)
     assert "*" in ignored
