@@ -37,7 +37,7 @@ FROM docker.io/library/debian:12.12-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates libcurl4 libibverbs1 libnuma1 python3 util-linux \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && useradd --uid 10001 --create-home moongate \
     && install -d -o 10001 -g 10001 /models
 COPY --from=build /opt/engine /opt/engine

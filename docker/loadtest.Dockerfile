@@ -30,7 +30,7 @@ FROM docker.io/library/debian:12.12-slim
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && useradd --uid 10001 --create-home moongate
 COPY --from=build /opt/moongate /opt/moongate
 COPY --chmod=755 docker/healthcheck.py /usr/local/bin/healthcheck
