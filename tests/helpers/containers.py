@@ -43,6 +43,7 @@ class Container:
     address: str
     log: Path
     options: Sequence[str] = ()
+    names: Sequence[tuple[str, str]] = ()  # of all containers, with their addresses
     id: str = ""
     process: subprocess.Popen[bytes] | None = None
 
@@ -52,8 +53,9 @@ class Container:
 
     def start(self) -> None:
         caps = [word for cap in self.service.facts["cap_drop"] for word in ("--cap-drop", cap)]
+        hosts = [word for name in self.names for word in ("--add-host", ":".join(name))]
         image = self.service.facts["image"]
-        self.id = _run("buildah", "from", "--pull-never", *caps, image).strip()
+        self.id = _run("buildah", "from", "--pull-never", *caps, *hosts, image).strip()
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*self._inside, *self.service.command],
@@ -172,11 +174,9 @@ class ContainerHost:
                 container = self._make(service, replica, number)
                 self.containers[service.name].append(container)
                 number += 1
-        hosts = self.directory / "hosts"
-        lines = [f"{c.address} {' '.join(c.service.aliases)}" for c in self.all]
-        hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
         for container in self.all:
-            container.options = [*self._options(container, volumes), "-v", f"{hosts}:/etc/hosts:ro"]
+            container.options = list(self._options(container, volumes))
+            container.names = [(name, c.address) for c in self.all for name in c.service.aliases]
 
     def start(self, name: str, *, healthy_s: float | None = 60.0) -> list[Container]:
         """Start every replica of a service; wait until it is healthy, unless None is given."""
