@@ -121,7 +121,11 @@ class Docker:
 
 
 class Buildah:
-    """Builds without a daemon. It keeps no cache, so a label tells what is up to date."""
+    """Builds without a daemon. A label tells what is up to date, since its own look takes long.
+
+    Steps are kept (`--layers`), so that a change of ours doesn't install all packages again; `buildah rmi
+    --prune` frees them.
+    """
 
     name = "buildah"
 
@@ -142,7 +146,7 @@ class Buildah:
 
     def build(self, image: Image, build_args: Sequence[str]) -> None:
         # In Docker's format, since the OCI one has no health checks.
-        _build(image, "buildah", "build", "--format", "docker", *stand_in_images.BUILDAH_RUN,
+        _build(image, "buildah", "build", "--layers", "--format", "docker", *stand_in_images.BUILDAH_RUN,
                "--pull-never", "--secret", f"id=pip,src={self._secret}", *self._mounts,
                "--label", f"{LABEL}={image.digest()}", *build_args)  # fmt: skip
 
