@@ -3,13 +3,13 @@
 PYTHON = python3
 BIN = .venv/bin
 SOURCES = gateway router engine_plugins kvpool simulator loadtest cli.py engine_cli.py local_stack.py stack_panel.py __init__.py
-LINTED = $(SOURCES) tests scripts examples benchmarks
+LINTED = $(SOURCES) tests scripts examples benchmarks docker
 MODEL = smollm2
 PORT = 8000
 BENCH_ROUNDS ?= 5
 BENCH_RESULTS = benchmarks/results
 
-.PHONY: help setup setup-engine setup-bench setup-sdks run demo run-real test e2e check bench clean
+.PHONY: help setup setup-engine setup-bench setup-sdks setup-deploy images images-test run demo run-real test e2e check bench clean
 
 help:
 	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
@@ -18,6 +18,8 @@ help:
 	@echo "make test         unit, simulation and integration tests"
 	@echo "make e2e          tests against real vLLM engines"
 	@echo "make check        formatter, linter, types, import contracts"
+	@echo "make images       container images (docker, or buildah where no daemon is)"
+	@echo "make images-test  the services of docker-compose.yml, from their images (root, buildah)"
 	@echo "make bench        what routing costs, next to other routers (BENCH_ROUNDS=5; half an hour)"
 	@echo "                  (make run PORT=8001 for another port)"
 	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
@@ -26,6 +28,7 @@ setup: .venv/.ready
 setup-engine: .venv-engine/.ready
 setup-bench: .venv-bench/.ready
 setup-sdks: .venv-sdks/.ready
+setup-deploy: .venv-deploy/.ready
 
 .venv/.ready: requirements/gateway.txt requirements/loadtest.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) scripts/setup_venv.py
@@ -35,6 +38,9 @@ setup-sdks: .venv-sdks/.ready
 
 .venv-sdks/.ready: requirements/sdks.txt
 	@$(PYTHON) scripts/setup_venv.py sdks
+
+.venv-deploy/.ready: requirements/deploy.txt
+	@$(PYTHON) scripts/setup_venv.py deploy
 
 # pyproject.toml names the plugin that engines load.
 .venv-engine/.ready: requirements/engine.txt pyproject.toml scripts/setup_engine.py
@@ -53,11 +59,19 @@ run-real: .venv/.ready .venv-engine/.ready
 	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \
 	$(BIN)/moongate up --engine vllm --engines 2 --port $(PORT) --model "$$model"
 
-test: .venv/.ready
+test: .venv/.ready .venv-deploy/.ready
 	@$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
 
 e2e: .venv/.ready .venv-engine/.ready .venv-sdks/.ready
 	@$(BIN)/python -m pytest tests/e2e -s
+
+# What this machine can build; ARGS=--all makes it a failure if that is not everything.
+images:
+	@$(PYTHON) scripts/build_images.py $(ARGS)
+
+# As root, with buildah: starts the services of docker-compose.yml from their images.
+images-test: .venv/.ready .venv-deploy/.ready images
+	@$(BIN)/python -m pytest tests/images -s
 
 check: .venv/.ready
 	@$(BIN)/ruff format --check $(LINTED)
@@ -78,4 +92,4 @@ bench: .venv/.ready .venv-bench/.ready .venv-engine/.ready
 		--json $(BENCH_RESULTS)/side_by_side.json
 
 clean:
-	rm -rf .venv .venv-bench .venv-engine .venv-sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-engine .venv-sdks .venv-deploy build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
