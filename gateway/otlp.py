@@ -1,7 +1,7 @@
 """Spans as OTLP's protobuf bytes. Pure.
 
 By hand and not by OpenTelemetry's SDK: the seven spans of a request would cost it 240 µs, as much as a
-small request itself (docs/decisions/00XX). The tests decode what comes out with the official package.
+small request itself (docs/decisions/0016). The tests decode what comes out with the official package.
 
 A message is its fields one after the other, each with a tag, (number << 3) | wire type, so what many spans
 have in common is encoded once, with gaps (`%b`) for their ids and times, which are of fixed length.
