@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import package_sources
 import stand_in_images
@@ -95,6 +96,23 @@ def _version() -> str:
 # --- builders -------------------------------------------------------------------------------------
 
 
+class Builder(Protocol):
+    """What makes images."""
+
+    @property
+    def name(self) -> str: ...
+
+    def has(self, image: str) -> bool: ...
+
+    def pull(self, image: str) -> bool: ...
+
+    def is_current(self, image: Image) -> bool: ...
+
+    def build(self, image: Image, build_args: Sequence[str]) -> None: ...
+
+    def size_bytes(self, image: Image) -> int: ...
+
+
 class Docker:
     """Builds with a daemon. Its cache tells what is up to date."""
 
@@ -157,9 +175,6 @@ class Buildah:
         return int(float(match[1]) * {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}[match[2]])
 
 
-Builder = Docker | Buildah
-
-
 def _build(image: Image, *command: str) -> None:
     words = [*command, "--tag", image.tag, "--file", str(image.dockerfile), str(PROJECT)]
     if subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode != 0:
@@ -179,7 +194,7 @@ def _output(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def choose_builder(name: str | None) -> type[Builder]:
+def choose_builder(name: str | None) -> type[Docker | Buildah]:
     """Return the builder that was asked for, or that works here. Raises: BuildError."""
     has_daemon = shutil.which("docker") is not None and _succeeds("docker", "info")
     has_buildah = shutil.which("buildah") is not None

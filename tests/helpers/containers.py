@@ -128,7 +128,7 @@ class Container:
 
     def _find_first_process(self) -> int | None:
         """Return the process that the command became: the first one in the image's root."""
-        for number in sorted(self._processes()):
+        for number in sorted(self._processes(), key=_start_time):
             with contextlib.suppress(OSError):
                 process = Path(f"/proc/{number}")
                 is_buildahs = "buildah" in (process / "exe").readlink().name
@@ -143,6 +143,8 @@ class ContainerHost:
 
     directory: Path
     containers: dict[str, list[Container]] = field(default_factory=dict)
+    made: list[tuple[str, str]] = field(default_factory=list)
+    """Namespaces, and what links each to the bridge; noted before they are made."""
 
     def __enter__(self) -> Self:
         _run("ip", "link", "add", self.bridge, "type", "bridge")
@@ -153,7 +155,10 @@ class ContainerHost:
     def __exit__(self, *_: object) -> None:
         for container in self.all:
             container.remove()
-            subprocess.run(["ip", "netns", "del", container.name], check=False)
+        for namespace, link in self.made:
+            # First, and by name: a namespace goes only some time after its last socket.
+            subprocess.run(["ip", "link", "del", link], check=False)
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
         subprocess.run(["ip", "link", "del", self.bridge], check=False)
 
     @property
@@ -191,6 +196,7 @@ class ContainerHost:
     def _make(self, service: Service, replica: int, number: int) -> Container:
         name = f"{self.bridge}-{service.name}-{replica}"
         outside, inside = f"{self.bridge}v{number}", "eth0"
+        self.made.append((name, outside))
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
         _run("ip", "link", "set", outside, "master", self.bridge, "up")
@@ -202,7 +208,8 @@ class ContainerHost:
             ("route", "add", "default", "via", f"{SUBNET}.1"),
         ):
             _run("ip", "-n", name, *words)
-        return Container(service, name, address, self.directory / f"{service.name}-{replica}.log")
+        log = self.directory / f"{service.name}-{replica}.log"
+        return Container(service, name, address, log)
 
     def _options(self, container: Container, volumes: Mapping[str, Path]) -> Iterator[str]:
         service = container.service
@@ -219,6 +226,15 @@ class ContainerHost:
             yield from ("--env", f"{name}={value}")
         if "user" in service.facts:
             yield from ("--user", service.facts["user"])
+
+
+def _start_time(process: int) -> int:
+    """Return when a process began, in ticks; ids begin anew one day, and don't tell."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0  # it has ended
+    return int(stat.rpartition(")")[2].split()[19])
 
 
 def missing_here(images: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""The profile `sim`, from its images: two gateways before three simulated engines, and Redis.
+"""The profiles `sim` and `load`, from their images: two gateways before three simulated engines, Redis, and
+locust with two workers.
 
 The tests share its containers, in their order: the last one stops a gateway.
 """
@@ -6,7 +7,7 @@ The tests share its containers, in their order: the last one stops a gateway.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from compose_file import read_services
 from containers import Container, ContainerHost, missing_here
 from stand_in_images import make_stand_in
 
-SERVICES = [s for s in read_services().values() if s.profiles == ["sim"]]
+SERVICES = [s for s in read_services().values() if s.profiles in (["sim"], ["load"])]
 MODEL = "sim"
 
 
@@ -44,16 +45,17 @@ def ask(gateway: Container, path: str, **body: Any) -> httpx.Response:
     return httpx.post(url, json={"model": MODEL, **body}, timeout=30, trust_env=False)
 
 
-def wait_all_up(gateway: Container) -> None:
-    """Return when the gateway has all three engines."""
-    deadline = time.monotonic() + 20
-    while True:
-        page = httpx.get(f"http://{gateway.address}:8000/metrics", timeout=5, trust_env=False).text
-        up = [line for line in page.splitlines() if line.startswith("moongate_instance_up{")]
-        if len(up) == 3 and all(line.endswith(" 1.0") for line in up):
-            return
-        assert time.monotonic() < deadline, gateway.tail()
+def wait_until(condition: Callable[[], bool], container: Container) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline, container.tail()
         time.sleep(0.1)
+
+
+def has_all_engines(gateway: Container) -> bool:
+    page = httpx.get(f"http://{gateway.address}:8000/metrics", timeout=5, trust_env=False).text
+    up = [line for line in page.splitlines() if line.startswith("moongate_instance_up{")]
+    return len(up) == 3 and all(line.endswith(" 1.0") for line in up)
 
 
 def test_they_run_as_the_user_of_their_image(host: ContainerHost) -> None:
@@ -65,7 +67,7 @@ def test_a_turn_goes_through_one_gateway_and_the_next_one_home_through_the_other
     gateways: list[Container],
 ) -> None:
     for gateway in gateways:
-        wait_all_up(gateway)
+        wait_until(lambda: has_all_engines(gateway), gateway)  # noqa: B023
     messages = [{"role": "user", "content": "tell me of the moon and its gates. " * 60}]
     first = ask(gateways[0], "/v1/chat/completions", messages=messages, max_tokens=8)
     assert first.status_code == 200, first.text
@@ -89,6 +91,29 @@ def test_what_one_gateway_stored_the_other_one_continues(gateways: list[Containe
     )
     assert second.status_code == 200, second.text
     assert second.json()["previous_response_id"] == name
+
+
+def test_locusts_workers_send_turns_to_the_gateways(host: ContainerHost) -> None:
+    (master,) = host.start("load-master")
+    host.start("load-worker")
+    url = f"http://{master.address}:8089"
+
+    def stats() -> dict[str, Any]:
+        answer = httpx.get(f"{url}/stats/requests", timeout=5, trust_env=False)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    wait_until(lambda: len(stats()["workers"]) == 2, master)
+    begun = httpx.post(f"{url}/swarm", data={"user_count": 4, "spawn_rate": 4}, trust_env=False)
+    assert begun.json()["success"] is True, begun.text
+    wait_until(lambda: total(stats())["num_requests"] >= 8, master)
+    httpx.get(f"{url}/stop", trust_env=False)
+    assert total(stats())["num_failures"] == 0, stats()["errors"]
+
+
+def total(stats: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = next(row for row in stats["stats"] if row["name"] == "Aggregated")
+    return row
 
 
 def test_a_stop_lets_a_running_answer_end(gateways: list[Container]) -> None:
