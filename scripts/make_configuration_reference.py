@@ -157,7 +157,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "object":
         return "keys and values"
     plain = {"string": "text", "boolean": "true or false", "integer": "whole number"}
-    return plain.get(schema["type"], schema["type"]) + _limits(schema)
+    kind: str = schema["type"]
+    return plain.get(kind, kind) + _limits(schema)
 
 
 def _limits(schema: Mapping[str, Any]) -> str:
