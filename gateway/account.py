@@ -67,12 +67,10 @@ class Account:
         metrics.routed.add(1, forward.holder.instance_id, decision.policy, decision.reason.value)
         self._note_decision(decision, request, is_stream=is_stream)
         if decision.prompt_tokens is not None and not forward.is_redelivery:
-            reused = decision.device_tokens + decision.pool_tokens
-            recompute = max(decision.prompt_tokens - reused, 0)
             metrics.prompt_tokens.add(decision.device_tokens, "device")
             if decision.pool_tokens:
                 metrics.prompt_tokens.add(decision.pool_tokens, "pool")
-            metrics.prompt_tokens.add(recompute, "recompute")
+            metrics.prompt_tokens.add(decision.recompute_tokens, "recompute")
 
     def _note_decision(
         self, decision: Decision, request: Request | None, *, is_stream: bool

@@ -776,11 +776,10 @@ class _Exchange:
         pool_tokens = None
         if self._known is not None and self._path.pooling is not None and status == 200:
             pool_tokens = usage.pool_tokens()
-            expected_tokens = decision.device_tokens + decision.pool_tokens
             self._path.pooling.answered(
                 computing.instance_id,
                 self._known,
-                expected_tokens if decision.pool_tokens else 0,
+                decision.reused_tokens if decision.pool_tokens else 0,
                 # What an engine reports that another one prefilled for says nothing of the pool.
                 cached_tokens if forward.prefill is None else None,
             )

@@ -41,11 +41,6 @@ class Receipt:
     output_tokens: int | None = None
 
     @property
-    def expected_tokens(self) -> int:
-        """Return the prompt tokens that routing expected to be reused."""
-        return self.decision.device_tokens + self.decision.pool_tokens
-
-    @property
     def reuse_error_tokens(self) -> int | None:
         """Return by how much more than expected was reused, negative: less. None: not known.
 
@@ -53,12 +48,12 @@ class Receipt:
         """
         if self.cached_tokens is None or self.decision.prompt_tokens is None or self.status != 200:
             return None
-        return self.cached_tokens - self.expected_tokens
+        return self.cached_tokens - self.decision.reused_tokens
 
 
 def receipt_headers(decision: Decision) -> dict[str, str]:
     """Return the headers that tell a client where its request went, and why."""
-    chosen = decision.ranking[0]
+    chosen, runner_up = decision.chosen, decision.runner_up
     headers = {
         "x-moongate-instance": str(chosen.holder),
         "x-moongate-policy": decision.policy,
@@ -75,8 +70,7 @@ def receipt_headers(decision: Decision) -> dict[str, str]:
         headers["x-moongate-pool-disk-tokens"] = str(decision.pool_tokens)
     if chosen.cost_ms is not None:
         headers["x-moongate-cost-ms"] = f"{chosen.cost_ms:.1f}"
-    if len(decision.ranking) > 1:
-        runner_up = decision.ranking[1]
+    if runner_up is not None:
         cost = f"{runner_up.cost_ms:.1f}" if runner_up.cost_ms is not None else ""
         headers["x-moongate-runner-up"] = f"{runner_up.holder};{cost}"
     return headers
@@ -115,19 +109,19 @@ def _outcome_as_json(receipt: Receipt) -> dict[str, Any]:
 
 def decision_as_json(decision: Decision) -> dict[str, Any]:
     """Return a decision with all candidates, best first. Tokens and milliseconds."""
-    ranking, prefill = decision.ranking, decision.prefill
+    chosen, runner_up, prefill = decision.chosen, decision.runner_up, decision.prefill
     return {
         "policy": decision.policy,
         "reason": decision.reason.value,
-        "instance": str(ranking[0].holder),
+        "instance": str(chosen.holder),
         "prefill_instance": str(prefill.holder) if prefill is not None else None,
-        "runner_up": str(ranking[1].holder) if len(ranking) > 1 else None,
+        "runner_up": str(runner_up.holder) if runner_up is not None else None,
         "prompt_tokens": decision.prompt_tokens,
         "device_tokens": decision.device_tokens,
         "pool_tokens": decision.pool_tokens,
-        "cost_ms": ranking[0].cost_ms,
+        "cost_ms": chosen.cost_ms,
         "prefill": _candidate_as_json(prefill) if prefill is not None else None,
-        "candidates": [_candidate_as_json(ranked) for ranked in ranking],
+        "candidates": [_candidate_as_json(ranked) for ranked in decision.ranking],
     }
 
 

@@ -45,7 +45,7 @@ class Wanted:
 
     def _takes_instance(self, receipt: Receipt) -> bool:
         decision = receipt.decision
-        places = (decision.ranking[0], decision.prefill)
+        places = (decision.chosen, decision.prefill)
         return any(p is not None and p.holder.instance_id == self.instance for p in places)
 
     def _takes_session(self, key: str | None) -> bool:

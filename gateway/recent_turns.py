@@ -79,7 +79,7 @@ class Turn:
 
     @property
     def instance(self) -> InstanceId:
-        return self.receipt.decision.ranking[0].holder.instance_id
+        return self.receipt.decision.chosen.holder.instance_id
 
     @property
     def prefill_instance(self) -> InstanceId | None:
@@ -190,8 +190,7 @@ class RecentTurns:
         period = self.periods[-1]
         period.device += decision.device_tokens
         period.pool += decision.pool_tokens
-        reused = decision.device_tokens + decision.pool_tokens
-        period.recompute += max(decision.prompt_tokens - reused, 0)
+        period.recompute += decision.recompute_tokens
 
 
 def marks_of(prompt: Prompt) -> dict[BlockSpace, Marks]:

@@ -51,13 +51,13 @@ def request_attributes(
     if receipt is None:
         return _route_words(route, status, error) + _REQUEST_ID.text(request_id)
     decision = receipt.decision
-    ranking, prefill = decision.ranking, decision.prefill
+    runner_up, prefill = decision.runner_up, decision.prefill
     words = _decision_words(
         receipt.model,
         decision.policy,
         decision.reason.value,
-        ranking[0].holder,
-        ranking[1].holder if len(ranking) > 1 else None,
+        decision.chosen.holder,
+        runner_up.holder if runner_up is not None else None,
         prefill.holder if prefill is not None else None,
     )
     parts = [_route_words(route, status, error), words, _REQUEST_ID.text(request_id)]
@@ -82,8 +82,7 @@ def request_attributes(
 
 def _milliseconds(receipt: Receipt) -> bytes:
     """Return costs and times. Of cost terms the chosen one's; `/admin/decisions` has the others'."""
-    ranking = receipt.decision.ranking
-    chosen, runner_up = ranking[0], ranking[1] if len(ranking) > 1 else None
+    chosen, runner_up = receipt.decision.chosen, receipt.decision.runner_up
     names: tuple[str, ...] = ()
     values: list[float] = []
     if chosen.cost_ms is not None:
