@@ -61,7 +61,7 @@ class Account:
         if self.trace is not None:
             self.trace.note(phase, self._observers.clock())
 
-    def forwarded(self, forward: Forward, request: Request | None, *, is_stream: bool) -> None:
+    def forwarded(self, forward: Forward, request: Request, *, is_stream: bool) -> None:
         """It is sent somewhere, for the first time or again."""
         metrics, decision = self._observers.metrics, forward.decision
         metrics.routed.add(1, forward.holder.instance_id, decision.policy, decision.reason.value)
@@ -72,9 +72,7 @@ class Account:
                 metrics.prompt_tokens.add(decision.pool_tokens, "pool")
             metrics.prompt_tokens.add(decision.recompute_tokens, "recompute")
 
-    def _note_decision(
-        self, decision: Decision, request: Request | None, *, is_stream: bool
-    ) -> None:
+    def _note_decision(self, decision: Decision, request: Request, *, is_stream: bool) -> None:
         """Begin the receipt, or note that there is another attempt."""
         if self.receipt is not None:
             self.receipt.decision = decision
@@ -94,9 +92,8 @@ class Account:
             trace.trace_id if trace is not None and trace.is_recorded else None,
         )
         self._observers.recent.add(self.receipt)
-        if request is not None:
-            now = self._observers.clock()
-            self._noted = self._observers.seen.begin(request, self.receipt, now)
+        now = self._observers.clock()
+        self._noted = self._observers.seen.begin(request, self.receipt, now)
 
     def attempted(self, forward: Forward, error: str | None) -> None:
         """An attempt has its answer's first byte, or failed."""

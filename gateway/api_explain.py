@@ -52,20 +52,21 @@ def make_explain_route(
         model = reader.find_model(body)
         read = await prompts.read(asked, body)
         headers = read_headers(request.scope["headers"])
-        would_be = reader.request(RequestId("explain"), asked, body, headers, read, model)
+        policy = reader.find_policy(headers)
+        would_be = reader.request(RequestId("explain"), asked, body, headers, read, model, policy)
         diverges: Divergence | None = None
         if would_be.session_key and read.fields and read.prompt:
             diverges = divergences.explain(
                 would_be.session_key, model, read.fields, read_salt(body), read.prompt
             )
-        if pooling is not None and read.prompt is not None and read.is_nameable:
+        if pooling is not None and read.prompt is not None and not read.has_media:
             known = PromptTokens(
                 read.prompt, read.tokens, read_salt(body), driver.core.fleet.model_cards()[model]
             )
             would_be = await pooling.enrich(would_be, known)
         decision = driver.core.explain(would_be, driver.clock())
         if decision is None:
-            raise GatewayError(503, "no instance can take the request now", "no_instance")
+            raise reader.unavailable()
         divergence = diverges.as_json() if diverges is not None else None
         told = {
             "model": model,

@@ -42,7 +42,6 @@ from moongate.gateway.handing_over import (
 )
 from moongate.gateway.headers import (
     clean_request_id,
-    ends_session,
     make_request_id,
     read_headers,
     request_headers,
@@ -222,7 +221,6 @@ class _Exchange:
         self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
-        self._request: Request | None = None  # as routing saw it
         self._is_stream = False  # of events, and it has begun
 
     # --- the steps --------------------------------------------------------------------------------
@@ -250,8 +248,7 @@ class _Exchange:
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
-            self._request = request
-            await self._forward(self._handle_arrival(request))
+            await self._forward(self._handle_arrival(request), request, body)
         except GatewayError as error:
             self.refuse(error)
         except Exception:
@@ -373,20 +370,22 @@ class _Exchange:
             self._headers,
             self._read,
             model,
+            policy,
             has_room=path.adopted < ADOPTED_MAX,
         )
         if request.session_key is not None:
             self._account.session_key = request.session_key
-            self._note_turn(request.session_key, model, body)
+            self._note_turn(request.session_key, request, body)
         return request
 
-    def _note_turn(self, session_key: str, model: str, body: Body) -> None:
+    def _note_turn(self, session_key: str, request: Request, body: Body) -> None:
         """Let it be noticed if the turn does not begin like its session's last."""
+        divergences, model = self._path.divergences, request.model
         fields, prompt = self._read.fields, self._read.prompt
         if fields is not None and prompt is not None:
-            self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
-        if ends_session(self._headers):
-            self._path.divergences.forget(session_key, model)
+            divergences.note(session_key, model, fields, read_salt(body), prompt)
+        if request.ends_session:
+            divergences.forget(session_key, model)
 
     async def _read_prompt(self, body: Body) -> ReadPrompt:
         """Return what is known of the prompt."""
@@ -426,11 +425,10 @@ class _Exchange:
             case _:
                 raise AssertionError(command)
 
-    async def _forward(self, forward: Forward) -> None:
+    async def _forward(self, forward: Forward, request: Request, body: Body) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
         while True:
-            is_stream = self._body is not None and self._body.is_stream
-            self._account.forwarded(forward, self._request, is_stream=is_stream)
+            self._account.forwarded(forward, request, is_stream=body.is_stream)
             opened: Opened | None = None
             failure: UpstreamError | None = None
             try:

@@ -54,9 +54,6 @@ class RequestReader:
             )
         return name
 
-    def find_session_key(self, headers: Mapping[str, str], body: Body) -> str | None:
-        return find_session_key(headers, body, self._settings.session.header)
-
     def request(
         self,
         request_id: RequestId,
@@ -65,19 +62,23 @@ class RequestReader:
         headers: Mapping[str, str],
         read: ReadPrompt,
         model: str,
+        policy: str | None,
         *,
         has_room: bool = True,
     ) -> Request:
-        """Return the request. `has_room`: for one more hand-off. Raises: GatewayError (400)."""
+        """Return the request for this model, by this policy (see `find_model`, `find_policy`).
+
+        `has_room`: for one more hand-off. Raises: GatewayError (400).
+        """
         hands_over = self._core.fleet.has_prefill(model)
         return Request(
             id=request_id,
             model=model,
             prompt=read.prompt,
             is_prompt_missing=read.fallback is not None,
-            session_key=self.find_session_key(headers, body),
+            session_key=find_session_key(headers, body, self._settings.session.header),
             tie_key=find_user(body),
-            policy=self.find_policy(headers),
+            policy=policy,
             may_hand_over=hands_over and has_room and may_hand_over(route, body),
             stays_whole=hands_over and self._stays_whole(route, body, model),
             ends_session=ends_session(headers),
