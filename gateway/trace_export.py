@@ -112,16 +112,28 @@ class TraceExporter:
                     await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                await self._deliver(*await self._take_batch(), self._pauses_s)
+                count, body = await self._take_batch()
+                if count:
+                    await self._deliver(count, body, self._pauses_s)
 
     async def _take_batch(self) -> tuple[int, bytes]:
         """Return how many requests' spans a body has, and the body."""
         batch: list[bytes] = []
         while self._queue and len(batch) < BATCH_REQUESTS_MAX:
             count = min(AT_ONCE, len(self._queue))
-            batch += [self._queue.popleft()() for _ in range(count)]
+            made = [self._make(self._queue.popleft()) for _ in range(count)]
+            batch += [spans for spans in made if spans is not None]
             await asyncio.sleep(0)
         return len(batch), export_request(self._resource, SCOPE, batch)
+
+    def _make(self, make_spans: MakeSpans) -> bytes | None:
+        """Return one request's spans, None if they can't be made: the others' go all the same."""
+        try:
+            return make_spans()
+        except Exception:
+            logger.exception("a bug of ours: a request's spans could not be made")
+            self._count(1, TraceResult.FAILED)
+            return None
 
     async def _deliver(self, count: int, body: bytes, pauses_s: tuple[float, ...]) -> None:
         """Send one batch, again after each pause where that may help."""

@@ -118,3 +118,22 @@ async def test_the_end_waits_for_no_silent_collector(monkeypatch: pytest.MonkeyP
         await one.exporter.close()
         assert asyncio.get_running_loop().time() - began < 0.8
     assert one.counts == {TraceResult.FAILED: 600}
+
+
+async def test_spans_that_can_not_be_made_cost_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> bytes:
+        raise RuntimeError("a bug")
+
+    async with Collector() as collector:
+        one = Exporting(collector.url)
+        one.exporter.start()
+        one.offer(1)
+        one.exporter.offer(fail)
+        one.offer(1)
+        await until(lambda: one.counts[TraceResult.SENT] == 2)
+        one.exporter.offer(fail)
+        await until(lambda: one.counts[TraceResult.FAILED] == 2)
+        one.offer(1)
+        await until(lambda: one.counts[TraceResult.SENT] == 3)
+        await one.exporter.close()
+    assert len(caplog.records) == 2
