@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import mimetypes
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -17,7 +19,9 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.live import VIEWERS_MAX, LiveFeed
+from moongate.gateway.live import VIEWERS_MAX, LiveFeed, TooManyViewers
+
+logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "ui"
 
@@ -42,40 +46,53 @@ def make_live_routes(feed: LiveFeed) -> APIRouter:
 
     @router.get("/ui", include_in_schema=False)
     async def page(request: Request) -> Response:
-        return _file_response(request, files["index.html"], "text/html")
+        return files["index.html"].answer(request)
 
     @router.get("/ui/{name}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
         if name not in files:
             raise GatewayError(404, f"there is no file {name[:64]}", "not_found")
-        kind, _ = mimetypes.guess_type(name)
-        return _file_response(request, files[name], kind or "application/octet-stream")
+        return files[name].answer(request)
 
     @router.get("/admin/live")
     async def live() -> Response:
         """What the dashboard shows, as server-sent events: at first all, then what has changed."""
-        if feed.viewers >= VIEWERS_MAX:
-            raise GatewayError(
-                503,
-                f"{VIEWERS_MAX} watch already",
-                "too_many_viewers",
-                headers={"retry-after": "30"},
-            )
-        return _LiveResponse(feed)
+        frames = feed.watch()
+        try:
+            first = await anext(frames)
+        except TooManyViewers as error:
+            message = f"{VIEWERS_MAX} watch already"
+            headers = {"retry-after": "30"}
+            raise GatewayError(503, message, "too_many_viewers", headers=headers) from error
+        return _LiveResponse(first, frames)
 
     return router
 
 
-def _read_files() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in PAGE.iterdir() if path.is_file()}
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A part of the page. `tag`: names its content."""
+
+    content: bytes
+    kind: str
+    tag: str
+
+    @classmethod
+    def read(cls, path: Path) -> _File:
+        content = path.read_bytes()
+        kind, _ = mimetypes.guess_type(path.name)
+        tag = f'"{hashlib.blake2s(content, digest_size=12).hexdigest()}"'
+        return cls(content, kind or "application/octet-stream", tag)
+
+    def answer(self, request: Request) -> Response:
+        headers = {**PAGE_HEADERS, "etag": self.tag}
+        if request.headers.get("if-none-match") == self.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers=headers, media_type=self.kind)
 
 
-def _file_response(request: Request, content: bytes, kind: str) -> Response:
-    tag = f'"{hashlib.blake2s(content, digest_size=12).hexdigest()}"'
-    headers = {**PAGE_HEADERS, "etag": tag}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=kind)
+def _read_files() -> dict[str, _File]:
+    return {path.name: _File.read(path) for path in PAGE.iterdir() if path.is_file()}
 
 
 class _LiveResponse(Response):
@@ -86,10 +103,11 @@ class _LiveResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: LiveFeed) -> None:
+    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._feed = feed
+        self._first = first
+        self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -101,16 +119,16 @@ class _LiveResponse(Response):
         finally:
             for task in (sending, leaving):
                 task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            ended, _ = await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._frames.aclose()
+        if isinstance(ended, Exception):
+            logger.error("a bug of ours", exc_info=ended)
 
     async def _send_frames(self, send: Send) -> None:
-        frames = self._feed.watch()
-        try:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await frames.aclose()
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for frame in self._frames:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _until_left(receive: Receive) -> None:
