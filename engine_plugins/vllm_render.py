@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import orjson
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from moongate.engine_plugins.boundaries import Boundaries, find_boundaries
 from moongate.engine_plugins.chat_template import ChatTemplate, TemplateRefused
@@ -214,11 +214,15 @@ class ModelRenderer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Cost: about 4 ms per 1,000 tokens; releases the interpreter lock."""
+        ids: list[int] = self._encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Raises: PromptUnsupported."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise PromptUnsupported("lone_surrogate") from error
-        return ids
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Return a text's ids, without special tokens around them, and where each leaves off.
@@ -226,10 +230,7 @@ class ModelRenderer:
         Units: characters of `text` that are complete with the token; a character that several tokens
         make up is complete with the last. Raises: PromptUnsupported.
         """
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise PromptUnsupported("lone_surrogate") from error
+        encoding = self._encode(text, add_special_tokens=False)
         starts = [start for start, _ in encoding.offsets]
         return encoding.ids, [*starts[1:], len(text)] if starts else []
 

@@ -61,7 +61,7 @@ def make_admin_app(
             try:
                 guard.check(request)
             except GatewayError as error:
-                return _error_response(error.status, error.body(), error.headers)
+                return _refusal(error)
         answer = await call_next(request)
         if request.url.path.startswith("/v1/"):
             # By the route's template, never by what the client wrote in its place.
@@ -111,11 +111,11 @@ def make_admin_app(
         first = error.errors()[0]
         name = str(first["loc"][-1])
         refusal = GatewayError(400, f"{name}: {first['msg']}", "invalid_request", name)
-        return _error_response(refusal.status, refusal.body(), refusal.headers)
+        return _refusal(refusal)
 
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
-        return _error_response(error.status, error.body(), error.headers)
+        return _refusal(error)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: ClientDisconnect) -> Response:
@@ -131,6 +131,10 @@ def make_admin_app(
         return _error_response(error.status_code, body, error.headers or {})
 
     return app
+
+
+def _refusal(error: GatewayError) -> Response:
+    return _error_response(error.status, error.body(), error.headers)
 
 
 def _error_response(status: int, body: bytes, headers: Mapping[str, str]) -> Response:

@@ -70,6 +70,8 @@ class Background:
         self._answer = answer
         self._running: dict[str, tuple[Run, asyncio.Task[None]]] = {}
         self._informing: asyncio.Task[None] | None = None
+        if turns.shared is not None:
+            turns.shared.running = self._running.keys()
 
     @staticmethod
     def takes(body: Body) -> bool:
@@ -185,11 +187,9 @@ class Background:
 
     async def _inform(self, shared: SharedResponses) -> None:
         while self._running:
-            shared.running = {*self._running}
             for response_id in await shared.renew(NO_TENANT):
                 await self._heed(response_id)
             await asyncio.sleep(POLL_S)
-        shared.running = set()
 
     async def _heed(self, response_id: str) -> None:
         """Another replica wants a response ended, or thought that this one was gone."""

@@ -25,13 +25,6 @@ from moongate.router.blocks import pack_tokens
 
 logger = logging.getLogger(__name__)
 
-ASKED_KINDS = {
-    PromptKind.CHAT: "/v1/chat/completions/render",
-    PromptKind.COMPLETION: "/v1/completions/render",
-    PromptKind.RESPONSES: "/v1/responses/render",
-    PromptKind.MESSAGES: "/v1/messages/render",
-}
-
 NOT_ASKED = frozenset(
     {"prompt_form", "previous_response", "previous_messages", "call_without_id", "lone_surrogate"}
 )
@@ -61,9 +54,9 @@ class EngineRendering:
 
         `reason`: why it isn't known here. `engines`: those that have the model, the best to ask first.
         """
-        path = ASKED_KINDS.get(route.kind)
-        if path is None or reason in NOT_ASKED or not self._renderers:
+        if route.kind is PromptKind.NONE or reason in NOT_ASKED or not self._renderers:
             return None
+        path = f"{route.template}/render"
         api = next((api for api in engines if api in self._renderers), None)
         if api is None:
             return None

@@ -19,6 +19,7 @@ from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_outline import Cause
 from moongate.gateway.receipt import Receipt
+from moongate.gateway.seeding import SeedingResult
 from moongate.gateway.shared_state import SharedState
 from moongate.gateway.tallies import Distribution, Tally
 from moongate.gateway.trace_export import TraceResult
@@ -28,8 +29,6 @@ SHED_CODES = frozenset(
     {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
 )
 """Refusals for want of room, which `moongate_rejected_total` counts by reason."""
-
-SEEDING_RESULTS = ("done", "failed", "cancelled")
 
 UNKNOWN_MODEL = "unknown"
 UNMATCHED_ROUTE = "unmatched"
@@ -146,7 +145,7 @@ class Metrics:
         self.handoffs.begin(*(result.value for result in HandoffResult))
         self.divergences.begin(*(cause.value for cause in Cause))
         self.diverged_tokens.begin(*(cause.value for cause in Cause))
-        self.seedings.begin(*SEEDING_RESULTS)
+        self.seedings.begin(*(result.value for result in SeedingResult))
         self.traces.begin(*(result.value for result in TraceResult))
 
     def note_reuse(self, receipt: Receipt) -> None:

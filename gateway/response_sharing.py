@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -63,9 +63,8 @@ _write = msgspec.msgpack.Encoder().encode
 
 
 class SharedResponses:
-    """`store` is this replica's own. `running`: ids of responses that this replica computes.
-
-    Create it inside the event loop.
+    """`store` is this replica's own. `running`: ids of responses that this replica computes, as they are
+    at any time. Create it inside the event loop.
     """
 
     def __init__(self, store: ResponseStore, state: SharedState, ttl_s: float) -> None:
@@ -76,7 +75,7 @@ class SharedResponses:
         self._waiting_bytes = 0
         self._cancels: set[str] = set()
         self._writing = asyncio.create_task(self._keep_writing())
-        self.running: set[str] = set()
+        self.running: Collection[str] = ()
 
     async def close(self) -> None:
         """Write what waits, if that goes quickly."""
@@ -214,19 +213,19 @@ class SharedResponses:
         if response.is_running and is_lost and response.id not in self.running:
             return  # whoever computes it says so
         line = [*response.line()]
+        written = line if is_lost else line[:1]
         names = [(one.id, one.version) for one in line]
         head = _Head(names, response.is_running, response.is_stream)
 
         def write(pipeline: Pipeline) -> None:
             tenant = response.tenant
-            for one in line if is_lost else line[:1]:
+            for one in written:
                 content = _Content(one.input_items, one.output_items, one.response, one.events)
                 pipeline.set(_key(tenant, one.id, one.version), _write(content), ex=self._ttl_s)
             pipeline.set(_key(tenant, response.id), _write(head), ex=self._ttl_s)
             if response.is_running:
                 pipeline.set(_key(tenant, response.id, "run"), b"", px=round(LEASE_S * 1000))
 
-        written = line if is_lost else line[:1]
         self._later(write, sum(one.size_bytes for one in written))
 
     def remove(self, tenant: str, response_id: str) -> None:
