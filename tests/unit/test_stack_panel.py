@@ -42,7 +42,10 @@ def shown(width: int = 100, **changed: Any) -> str:
         "decisions": {"count": 1, "shown": [DECISION]},
         **changed,
     }
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=True, color_system=None,
+        _environ={"TERM": "xterm"},  # on a dumb terminal the width would not count
+    )  # fmt: skip
     with console.capture() as captured:
         console.print(make_panel(parts, width))
     return captured.get()
