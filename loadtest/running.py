@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ GRACE_S = 60
 START_S_MAX = 60.0
 """What locust may need to start and to end, beside the run."""
 PLAIN_PROGRESS_S = 5.0
+READ_BYTES = 65_536
 
 
 class LoadTestError(RuntimeError):
@@ -91,7 +93,7 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
         options = replace(options, settings=settings)
         before = prober.settled_totals()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        was_interrupted = _run_locust(options)
+        was_interrupted = make_load(options)
         after = prober.settled_totals()
     records = read_records(options.out / ROWS_FILE)
     facts = RunFacts(
@@ -190,43 +192,81 @@ def locust_command(options: RunOptions) -> list[str]:
     return words
 
 
-def _run_locust(options: RunOptions) -> bool:
-    """Make the load; tell whether somebody ended it early. Raises: LoadTestError."""
+def make_load(options: RunOptions) -> bool:
+    """Let locust make the load; tell whether somebody ended it early.
+
+    One that goes on for longer than it may is killed; under its web UI, where users may make a run
+    longer, only once it has closed its output. Raises: LoadTestError.
+    """
     log = options.out / "locust.log"
     limit_s = options.duration_s + GRACE_S + START_S_MAX
     with log.open("w") as errors, _ended(_start_locust(options, errors)) as process:
-        deadline = time.monotonic() + limit_s
+        deadline = None if options.web_port is not None else time.monotonic() + limit_s
         assert process.stdout is not None
         progress = make_progress(options.duration_s, options.name)
         try:
-            was_interrupted = _follow(process, process.stdout, progress, errors)
+            lines = _Lines(process.stdout, deadline)
+            was_interrupted = _follow(process, lines, progress, errors)
+            process.wait(START_S_MAX if deadline is None else max(deadline - time.monotonic(), 1.0))
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise LoadTestError(f"locust did not end; see {log}") from None
         finally:
             progress.close()
-        try:
-            process.wait(max(deadline - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            raise LoadTestError(f"locust did not end; see {log}") from None
     if not (options.out / ROWS_FILE).exists():
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise LoadTestError(f"locust ended with code {process.returncode}: {last[0]} (see {log})")
     return was_interrupted
 
 
-def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[str]:
+def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own command
         locust_command(options),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        text=True,
         process_group=0,
     )
 
 
+class _Lines:
+    """The lines that come through a pipe. An exception from outside loses none: just go on.
+
+    Raises, from `next`: TimeoutError at `deadline` (on `time.monotonic`); None: never.
+    """
+
+    def __init__(self, pipe: IO[bytes], deadline: float | None) -> None:
+        self._pipe, self._deadline = pipe, deadline
+        self._rest = b""
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        while b"\n" not in self._rest:
+            self._wait()
+            more = os.read(self._pipe.fileno(), READ_BYTES)
+            if not more and not self._rest:
+                raise StopIteration
+            self._rest += more or b"\n"
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode(errors="replace") + "\n"
+
+    def _wait(self) -> None:
+        """Return when there is something to read, or nothing will come any more."""
+        left_s = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            if not selector.select(left_s):
+                raise TimeoutError
+
+
 def _follow(
-    process: subprocess.Popen[str], lines: IO[str], progress: Progress, log: TextIO
+    process: subprocess.Popen[bytes], lines: _Lines, progress: Progress, log: TextIO
 ) -> bool:
-    """Show what the process tells until it closes its output; a Ctrl-C is passed on, and told."""
+    """Show what the process tells until it closes its output; a Ctrl-C is passed on, and told.
+
+    Raises: TimeoutError.
+    """
     was_interrupted = False
     while True:
         try:
@@ -246,7 +286,7 @@ def _follow(
 
 
 @contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Leave nothing of a process group behind, however the block ends."""
     try:
         yield process

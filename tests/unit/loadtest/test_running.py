@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_runs import make_facts
 
+from moongate.loadtest import running
 from moongate.loadtest.probing import ProbeError, normalise_url
 from moongate.loadtest.running import (
     LoadTestError,
     RunOptions,
     check_locust,
     locust_command,
+    make_load,
     read_run,
 )
 
@@ -42,6 +46,23 @@ def test_locust_is_told_everything_but_the_key() -> None:
     assert text.endswith("--api-key-env MY_KEY")
     web = " ".join(locust_command(make_options(web_port=8089)))
     assert "--autostart --autoquit 1 --web-host 127.0.0.1 --web-port 8089" in web
+
+
+@pytest.mark.parametrize(
+    "ends_output", [False, True], ids=["with its output open", "with its output closed"]
+)
+def test_a_locust_that_hangs_is_ended_when_its_time_is_over(
+    ends_output: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closes = "os.close(1); " if ends_output else ""
+    hangs = f"import os, time; print('unended', end='', flush=True); {closes}time.sleep(60)"
+    monkeypatch.setattr(running, "locust_command", lambda options: [sys.executable, "-c", hangs])
+    monkeypatch.setattr(running, "GRACE_S", 0.2)
+    monkeypatch.setattr(running, "START_S_MAX", 0.2)
+    began = time.monotonic()
+    with pytest.raises(LoadTestError, match=r"locust did not end; see .*locust\.log"):
+        make_load(make_options(out=tmp_path, duration_s=0.1))
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
