@@ -25,12 +25,12 @@ from typing import IO, Any, TextIO
 
 import orjson
 
+from moongate.loadtest.conversations import Workload
 from moongate.loadtest.pages import run_page
 from moongate.loadtest.probing import Prober, normalise_url
 from moongate.loadtest.records import TurnRecord, read_records
 from moongate.loadtest.settings import Preset, WorkloadSettings, words_of
 from moongate.loadtest.summary import Json, RunFacts, summarise
-from moongate.loadtest.traces import find_traces
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 REPORT_FILE, ROWS_FILE, PAGE_FILE = "report.json", "requests.csv", "report.html"
@@ -76,9 +76,9 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
     Raises: LoadTestError, ProbeError, TraceError.
     """
     check_locust()
-    if options.settings.preset is Preset.TRACE:
-        assert options.settings.traces is not None
-        find_traces(options.settings.traces)  # before a server is asked for anything
+    Workload(
+        options.settings
+    )  # what is wrong with it is told before a server is asked for anything
     key = _read_key(options.api_key_env)
     options = replace(options, url=normalise_url(options.url))
     _prepare(options.out)

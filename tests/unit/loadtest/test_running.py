@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_runs import make_facts
+from made_traces import write_growing_agentic
 
 from moongate.loadtest import running
 from moongate.loadtest.probing import ProbeError, normalise_url
@@ -20,7 +22,10 @@ from moongate.loadtest.running import (
     locust_command,
     make_load,
     read_run,
+    run,
 )
+from moongate.loadtest.settings import Preset
+from moongate.loadtest.traces import TraceError, TraceFormat
 
 
 def make_options(**changes: Any) -> RunOptions:
@@ -35,6 +40,19 @@ def test_without_locust_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LoadTestError, match=r"pip install 'moongate\[loadtest\]'"):
         check_locust()
+
+
+def test_a_trace_format_that_is_not_there_is_said_before_a_server_is_asked(tmp_path: Path) -> None:
+    write_growing_agentic(tmp_path / "traces", "one", turns=2)
+    settings = replace(
+        make_facts().settings,
+        preset=Preset.TRACE,
+        traces=tmp_path / "traces",
+        trace_format=TraceFormat.MOONCAKE,
+    )
+    with pytest.raises(TraceError, match="no mooncake traces there, only agentic"):
+        run(make_options(settings=settings, url="http://127.0.0.1:1", out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_locust_is_told_everything_but_the_key() -> None:
