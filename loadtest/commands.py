@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
+DEFAULT_POLICIES = ("round_robin", "least_loaded", "session_hash", "prefix_affinity", "kv_cost")
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_USERS = 20
 DEFAULT_DURATION_S = 60.0
@@ -162,8 +163,6 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _add_policies(actions: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
-    from moongate.loadtest.policies import DEFAULT_POLICIES
-
     parser = actions.add_parser(
         "policies",
         help="start a stack for each policy (`moongate up`), load it, and compare",

@@ -23,8 +23,6 @@ from moongate.loadtest.records import TurnRecord
 from moongate.loadtest.running import LoadTestError, RunOptions, check_locust, run
 from moongate.loadtest.summary import Json
 
-DEFAULT_POLICIES = ("round_robin", "least_loaded", "session_hash", "prefix_affinity", "kv_cost")
-
 READY_S_MAX = 600.0
 """Real engines take minutes to start."""
 STOP_S = 30.0
