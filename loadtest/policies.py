@@ -20,7 +20,7 @@ import httpx
 
 from moongate.loadtest.pages import comparison_page
 from moongate.loadtest.records import TurnRecord
-from moongate.loadtest.running import LoadTestError, RunOptions, check_locust, run
+from moongate.loadtest.running import LoadTestError, RunOptions, check_locust, kill_group, run
 from moongate.loadtest.summary import Json
 
 READY_S_MAX = 600.0
@@ -102,9 +102,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-    with contextlib.suppress(ProcessLookupError):  # the whole group has ended already
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_group(process)
 
 
 def default_out(kind: str) -> Path:

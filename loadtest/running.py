@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -285,15 +285,20 @@ def _follow(
             process.send_signal(signal.SIGTERM)
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the group that a process leads, also if it has ended itself."""
+    with suppress(ProcessLookupError):  # the whole group has ended already
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Leave nothing of a process group behind, however the block ends."""
     try:
         yield process
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill_group(process)
         if process.stdout is not None:
             process.stdout.close()
 
