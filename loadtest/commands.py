@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moongate.loadtest.settings import (
+    DEFAULT_URL,
     add_workload_arguments,
     duration,
     positive_float,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 DEFAULT_POLICIES = ("round_robin", "least_loaded", "session_hash", "prefix_affinity", "kv_cost")
-DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_USERS = 20
 DEFAULT_DURATION_S = 60.0
 SPAWN_S = 5.0

@@ -28,12 +28,18 @@ import orjson
 from moongate.loadtest.conversations import Workload
 from moongate.loadtest.pages import run_page
 from moongate.loadtest.probing import Prober, normalise_url
-from moongate.loadtest.records import TurnRecord, read_records
+from moongate.loadtest.records import (
+    GENERATOR_FILE,
+    LOG_FILE,
+    ROWS_FILE,
+    TurnRecord,
+    read_records,
+)
 from moongate.loadtest.settings import Preset, WorkloadSettings, words_of
 from moongate.loadtest.summary import Json, RunFacts, summarise
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-REPORT_FILE, ROWS_FILE, PAGE_FILE = "report.json", "requests.csv", "report.html"
+REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 
 GRACE_S = 60
 """What turns under way get at a run's end; then they are cut off."""
@@ -148,7 +154,7 @@ def _read_key(name: str | None) -> str | None:
 def _prepare(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in (REPORT_FILE, ROWS_FILE, PAGE_FILE, "generator.json", "locust.log"):
+        for name in (REPORT_FILE, PAGE_FILE, ROWS_FILE, GENERATOR_FILE, LOG_FILE):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise LoadTestError(f"--out {out}: {error.strerror}") from error
@@ -156,7 +162,7 @@ def _prepare(out: Path) -> None:
 
 def _read_generator(out: Path) -> dict[str, Any]:
     """Return what the generator wrote of itself and remove the file: the report has it all."""
-    file = out / "generator.json"
+    file = out / GENERATOR_FILE
     if not file.exists():
         return {}
     told: dict[str, Any] = orjson.loads(file.read_bytes())
@@ -198,7 +204,7 @@ def make_load(options: RunOptions) -> bool:
     One that goes on for longer than it may is killed; under its web UI, where users may make a run
     longer, only once it has closed its output. Raises: LoadTestError.
     """
-    log = options.out / "locust.log"
+    log = options.out / LOG_FILE
     limit_s = options.duration_s + GRACE_S + START_S_MAX
     with log.open("w") as errors, _ended(_start_locust(options, errors)) as process:
         deadline = None if options.web_port is not None else time.monotonic() + limit_s
