@@ -110,8 +110,8 @@ def positive_float(text: str) -> float:
     return value
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that are at least so large."""
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` to `most`; None: without end."""
 
     def parse(text: str) -> int:
         try:
@@ -120,6 +120,8 @@ def whole(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
         return value
 
     return parse

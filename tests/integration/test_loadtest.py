@@ -243,6 +243,11 @@ def test_a_policy_that_is_none_is_said(tmp_path: Path) -> None:
     loadtest("policies", "--policies", "kv_cost,kv_cost", expect=2)
 
 
+@pytest.mark.parametrize("words", [("policies", "--port", "65536"), ("--web-port", "70000")])
+def test_a_port_that_cannot_be_is_said(words: tuple[str, ...]) -> None:
+    assert "must be at most 65535" in loadtest(*words, expect=2).stderr
+
+
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     done = loadtest("--url", url, "--out", str(tmp_path), expect=1)
