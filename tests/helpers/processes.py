@@ -25,6 +25,7 @@ import yaml
 from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
 
 PROJECT = Path(__file__).parents[2]
+MOONGATE = (sys.executable, "-m", "moongate.cli")
 ENGINE_PYTHON = PROJECT / ".venv-engine" / "bin" / "python"
 ENGINE_START_S = 180.0
 BLOCK_TOKENS = 32
@@ -177,6 +178,19 @@ def running(*engines: EngineProcess) -> Iterator[None]:
             engine.stop()
 
 
+@contextlib.contextmanager
+def stack_up(directory: Path) -> Iterator[Child]:
+    """Run `moongate up`, which is a gateway before three simulated engines; it is ready."""
+    port = free_port()
+    argv = [*MOONGATE, "up", "--port", str(port)]
+    child = Child.start(argv, f"http://127.0.0.1:{port}", directory / "up.log")
+    try:
+        child.wait_until("/ready", 30.0)
+        yield child
+    finally:
+        child.stop()
+
+
 Serve = Callable[..., Child]
 """Starts a gateway before engines: `serve(engines, **settings)`."""
 
@@ -187,7 +201,7 @@ def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gat
     file = directory / f"{name}.yaml"
     file.write_text(yaml.safe_dump({**settings, "listen": {"host": "127.0.0.1", "port": port}}))
     child = Child.start(
-        [sys.executable, "-m", "moongate.cli", "serve", "-c", str(file)],
+        [*MOONGATE, "serve", "-c", str(file)],
         f"http://127.0.0.1:{port}",
         directory / f"{name}.log",
     )

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import Child, free_port, start_gateway
+from processes import MOONGATE, Child, free_port, start_gateway
 
 pytestmark = pytest.mark.timeout(60)
-
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 
 Launch = Callable[..., Child]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 from axe_core_python.selenium import Axe
 from browser import CHROMIUM, DRIVER, MISSING, Browser, browser, until
-from processes import Child, free_port, start_gateway
+from processes import MOONGATE, Child, free_port, stack_up, start_gateway
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -27,7 +26,6 @@ pytestmark = [
 EVIL = "<img src=x onerror=window.hurt=1>"
 LONG_KEY = "a-very-long-key-of-a-session-" + "0123456789" * 12
 KEY = "s3cret-key"
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 DESKTOP, PHONE, NARROW = (1280, 900), (390, 844), (320, 640)
 
 
@@ -42,15 +40,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """Return a stack of three simulated engines that has served some sessions."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("up") / "up.log"
-    child = Child.start([*MOONGATE, "up", "--port", str(port)], f"http://127.0.0.1:{port}", log)
-    try:
-        child.wait_until("/ready", 30.0)
+    with stack_up(tmp_path_factory.mktemp("up")) as child:
         send_turns(child.url)
         yield child
-    finally:
-        child.stop()
 
 
 @pytest.fixture(autouse=True)

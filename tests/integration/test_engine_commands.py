@@ -15,11 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from processes import MOONGATE, free_port
 
 pytestmark = pytest.mark.timeout(60)
 
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 # Stands for a Python that has vLLM: serves /health on the port that it is given. It ends at once, or
 # leaves a child behind when it ends, when told to.

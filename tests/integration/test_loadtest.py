@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,14 +18,13 @@ from typing import Any
 
 import pytest
 from made_traces import write_growing_agentic
-from processes import Child, free_port
+from processes import MOONGATE, Child, free_port, stack_up
 
 from moongate.loadtest.conversations import poisson_arrivals
 from moongate.loadtest.records import TurnRecord, read_records
 
 pytestmark = pytest.mark.timeout(90)
 
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 SMALL = (
     "--think", "0.2", "--system-tokens", "800", "--first-tokens", "200", "--turn-tokens", "300",
@@ -38,14 +36,8 @@ SMALL = (
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the address of a gateway before three simulated engines."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("stack") / "up.log"
-    child = Child.start([*MOONGATE, "up", "--port", str(port)], f"http://127.0.0.1:{port}", log)
-    try:
-        child.wait_until("/ready", 30.0)
+    with stack_up(tmp_path_factory.mktemp("stack")) as child:
         yield child.url
-    finally:
-        child.stop()
 
 
 def loadtest(*words: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import free_port
+from processes import MOONGATE, free_port
 from terminals import Terminal, processes_of, terminal
 
 from moongate.local_stack import EXAMPLE
@@ -21,7 +21,6 @@ from moongate.simulator.server import BUNDLED_TOKENIZER
 
 pytestmark = pytest.mark.timeout(90)
 
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 HINT = "No request yet"
 TOP = "\N{BOX DRAWINGS LIGHT ARC DOWN AND RIGHT}\N{BOX DRAWINGS LIGHT HORIZONTAL} moongate"
 
