@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import httpx
 from conversation import Conversation
-from processes import ENGINE_PYTHON, MOONGATE, Child, free_port
+from processes import ENGINE_PYTHON, MOONGATE, Child, free_port, until
 
 
 def _instances(url: str) -> dict[str, str]:
@@ -16,10 +15,7 @@ def _instances(url: str) -> dict[str, str]:
 
 
 def _wait_for(url: str, instances: dict[str, str], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while _instances(url) != instances:
-        assert time.monotonic() < deadline, _instances(url)
-        time.sleep(0.2)
+    until(lambda: _instances(url) == instances, limit_s, lambda: _instances(url))
 
 
 def test_an_engine_comes_serves_and_goes_by_itself(tiny_model: Path, tmp_path: Path) -> None:

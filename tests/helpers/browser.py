@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,6 @@ class Browser:
             if message["method"] == "Network.requestWillBeSent":
                 self._requested.append(message["params"]["request"]["url"])
         return self._requested
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Return the first true value of `condition()`; the test fails if there is none in time."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.03)
-    return value
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from axe_core_python.selenium import Axe
-from browser import CHROMIUM, DRIVER, MISSING, Browser, browser, until
-from processes import MOONGATE, Child, free_port, stack_up, start_gateway
+from browser import CHROMIUM, DRIVER, MISSING, Browser, browser
+from processes import MOONGATE, Child, free_port, stack_up, start_gateway, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 

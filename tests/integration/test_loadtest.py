@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from made_traces import write_growing_agentic
-from processes import MOONGATE, Child, free_port, stack_up
+from processes import MOONGATE, Child, free_port, stack_up, until
 
 from moongate.loadtest.conversations import poisson_arrivals
 from moongate.loadtest.records import TurnRecord, read_records
@@ -153,11 +153,8 @@ def start_long_run(url: str, out: Path) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    deadline = time.monotonic() + 30
-    while not (out / "requests.csv").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
+    until(lambda: (out / "requests.csv").exists() or process.poll() is not None, 30.0)
+    assert process.poll() is None
     return process
 
 
