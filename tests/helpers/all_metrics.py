@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import Any
 
 from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
@@ -77,13 +75,10 @@ async def _of_failures() -> Scrape:
             await gateway.chat()
             await gateway.chat(stream=True, x_act="break")
             await gateway.chat(content="x" * 5000)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(gateway.chat(x_act="slow"), 0.5)
             return await scrape(gateway.client)
 
 
 async def _of_handoffs() -> Scrape:
-    body: dict[str, Any] = {}
     async with pd_fleet() as fleet:
-        await fleet.complete(**body)
+        await fleet.complete()
         return await scrape(fleet.gateway.client)

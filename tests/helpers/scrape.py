@@ -42,8 +42,6 @@ CONTRACT: Mapping[str, frozenset[str]] = {
 LATER = frozenset({"moongate_redis_up", "moongate_config_reloads_total"})
 """Of these, what comes with shared state and with reloading. Remove each when it is there."""
 
-HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
-
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
