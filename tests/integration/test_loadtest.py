@@ -11,16 +11,17 @@ import random
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from made_traces import write_growing_agentic
 from processes import MOONGATE, Child, free_port, stack_up, until
 
 from moongate.loadtest.conversations import poisson_arrivals
+from moongate.loadtest.gateway_totals import read_totals
 from moongate.loadtest.records import TurnRecord, read_records
 
 pytestmark = pytest.mark.timeout(90)
@@ -88,10 +89,12 @@ def test_prompts_of_a_trace_are_as_long_as_recorded(stack: str, tmp_path: Path) 
         *("--users", "2", "--duration", "3s", "--answer-tokens", "4", "--out", str(tmp_path / "out")),
     )  # fmt: skip
     _, records = read(tmp_path / "out")
+    assert records
     for record in records:
         recorded = (6 + 3 * (record.turn - 1)) * 64 + 10
         assert recorded <= (record.prompt_tokens or 0) <= recorded + 19
     again = [r for r in records if r.turn > 1]
+    assert again
     assert all((r.cached_tokens or 0) >= (6 + 3 * (r.turn - 2)) * 64 - 16 for r in again)
 
 
@@ -158,6 +161,11 @@ def start_long_run(url: str, out: Path) -> subprocess.Popen[str]:
     return process
 
 
+def requests_of(gateway_url: str) -> int:
+    """Return how many a gateway has answered."""
+    return read_totals(httpx.get(f"{gateway_url}/metrics", trust_env=False).text).requests
+
+
 def locust_group(out: Path) -> int:
     """Return the process group of the locust whose files go to `out`."""
     for process in Path("/proc").glob("[0-9]*"):
@@ -170,11 +178,13 @@ def locust_group(out: Path) -> int:
 
 def test_an_interrupted_run_ends_its_turns_and_is_reported(stack: str, tmp_path: Path) -> None:
     process = start_long_run(stack, tmp_path)
-    time.sleep(2.0)  # some turns' worth
+    begun_after = requests_of(stack)
+    until(lambda: requests_of(stack) >= begun_after + 8, 20.0)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 0, told
     report, _ = read(tmp_path)
+    assert report["requests"] > 0
     assert report["failures"] == 0
     assert report["gateway"]["agreement"]["requests"]["difference"] == 0.0
     assert report["interrupted"]
