@@ -119,8 +119,8 @@ async def _main(options: StackOptions, sock: socket.socket, *, ends_with_termina
         engines = await _start_engines(options)
         server = GatewayServer(Gateway(_settings(options, engines), pool=_pool_of(engines)), sock)
         handle_signals(server)
-        for number in stopping:
-            loop.add_signal_handler(number, server.request_stop)
+        if ends_with_terminal:
+            loop.add_signal_handler(signal.SIGHUP, server.request_stop)
         showing = asyncio.create_task(_show(server, engines))
         watching = [asyncio.create_task(_stop_with(engine, server)) for engine in engines]
         await server.serve()

@@ -48,11 +48,10 @@ def show_starting(names: Sequence[str]) -> Iterator[None]:
     """Show that engines are starting, and for how long, until the block ends."""
     began = time.monotonic()
 
-    class Waited:
-        def __rich__(self) -> Text:
-            return Text(f"starting {', '.join(names)}: {time.monotonic() - began:.0f} s")
+    def told() -> Text:
+        return Text(f"starting {', '.join(names)}: {time.monotonic() - began:.0f} s")
 
-    live = Live(Waited(), refresh_per_second=2, transient=True)
+    live = Live(get_renderable=told, refresh_per_second=2, transient=True)
     live.start()
     try:
         yield

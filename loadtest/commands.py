@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moongate.loadtest.settings import (
+    DEFAULT_URL,
     add_workload_arguments,
     duration,
     positive_float,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_POLICIES = ("round_robin", "least_loaded", "session_hash", "prefix_affinity", "kv_cost")
 DEFAULT_USERS = 20
 DEFAULT_DURATION_S = 60.0
 SPAWN_S = 5.0
@@ -33,6 +34,7 @@ POLICY_DURATION_S = 110.0
 """With the default policies and their stacks' start and end, a comparison takes ten minutes."""
 
 SEED_BELOW = 1_000_000
+PORT_MAX = 65_535
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -58,7 +60,7 @@ def add_loadtest_commands(commands: argparse._SubParsersAction) -> None:  # type
         help="with locust's web UI, to watch the run and change its users",
     )  # fmt: skip
     parser.add_argument(
-        "--web-port", type=whole(1), default=8089, metavar="PORT",
+        "--web-port", type=whole(1, PORT_MAX), default=8089, metavar="PORT",
         help="port of the web UI, on 127.0.0.1 (default: 8089)",
     )  # fmt: skip
     parser.set_defaults(command=_guarded(_run))
@@ -162,8 +164,6 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _add_policies(actions: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
-    from moongate.loadtest.policies import DEFAULT_POLICIES
-
     parser = actions.add_parser(
         "policies",
         help="start a stack for each policy (`moongate up`), load it, and compare",
@@ -183,7 +183,7 @@ def _add_policies(actions: argparse._SubParsersAction) -> None:  # type: ignore[
     )  # fmt: skip
     parser.add_argument("--engine-model", metavar="DIR", help="vllm: the model's directory")
     parser.add_argument(
-        "--port", type=whole(0), default=0, metavar="PORT",
+        "--port", type=whole(0, PORT_MAX), default=0, metavar="PORT",
         help="port of the gateways, one after the other; 0: any that is free (default: 0)",
     )  # fmt: skip
     _add_run_arguments(parser, POLICY_DURATION_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-ROUTE = "/v1/chat/completions"
+from moongate.loadtest.settings import ROUTE
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,14 @@ import gevent
 import orjson
 from locust.env import Environment
 
-from moongate.loadtest.records import COLUMNS, NOT_SENT, GapHistogram, TurnRecord
+from moongate.loadtest.records import (
+    COLUMNS,
+    GENERATOR_FILE,
+    NOT_SENT,
+    ROWS_FILE,
+    GapHistogram,
+    TurnRecord,
+)
 from moongate.loadtest.sending import Answered
 
 NAP_S = 0.05
@@ -35,7 +42,7 @@ class Recorder:
         self.latest_ttft_ms: list[float] = []
         """Of turns since `latest_ttft_ms` was last cleared."""
         if folder is not None:
-            self._file = (folder / "requests.csv").open("w", newline="")
+            self._file = (folder / ROWS_FILE).open("w", newline="")
             self._rows = csv.writer(self._file)
             self._rows.writerow(COLUMNS)
 
@@ -124,4 +131,4 @@ def write_summary(folder: Path, recorder: Recorder, watch: Watch, measured_s: fl
         "gaps": {str(number): count for number, count in recorder.gaps.counts.items()},
         **watch.as_json(),
     }
-    (folder / "generator.json").write_bytes(orjson.dumps(summary))
+    (folder / GENERATOR_FILE).write_bytes(orjson.dumps(summary))

@@ -31,6 +31,7 @@ from moongate.loadtest.generator import Recorder, Watch, write_summary
 from moongate.loadtest.records import TurnRecord
 from moongate.loadtest.sending import Sender, Target
 from moongate.loadtest.settings import (
+    DEFAULT_URL,
     INTERNAL_OPTIONS,
     OPTIONS,
     Preset,
@@ -109,7 +110,7 @@ def _start(environment: Environment, **_: Any) -> None:
         settings=settings,
         workload=Workload(settings),
         target=Target(
-            url=environment.host or "http://127.0.0.1:8000",
+            url=environment.host or DEFAULT_URL,
             model=settings.model,
             api_key=os.environ.get(options.api_key_env) if options.api_key_env else None,
             sends_session_ids=settings.sends_session_ids,

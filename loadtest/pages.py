@@ -9,7 +9,7 @@ from typing import Any
 
 from moongate.loadtest.charts import Axis, Point, distribution, line_chart, stacked_chart
 from moongate.loadtest.records import TurnRecord
-from moongate.loadtest.summary import group
+from moongate.loadtest.summary import group, percentiles, tokens_by_source
 from moongate.loadtest.tables import (
     Table,
     agreement_table,
@@ -167,7 +167,7 @@ def ttft_plot(title: str, times_ms: Mapping[str, Sequence[float]]) -> str:
 def reuse_plot(records: Sequence[TurnRecord]) -> str:
     """Return where prompt tokens came from, over time."""
     step_s, steps = _by_step(records)
-    totals = [(number * step_s, _sources(own)) for number, own in enumerate(steps)]
+    totals = [(number * step_s, tokens_by_source(own)) for number, own in enumerate(steps)]
     known = [(at_s, total) for at_s, total in totals if sum(total.values())]
     sources = [name for name in SOURCES if any(total.get(name) for _, total in known)]
     shares = {
@@ -236,22 +236,13 @@ def _by_step(records: Sequence[TurnRecord]) -> tuple[float, list[list[TurnRecord
     return step_s, steps
 
 
-def _sources(records: Iterable[TurnRecord]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for record in records:
-        for name, tokens in record.tokens_by_source().items():
-            total[name] = total.get(name, 0) + tokens
-    return total
-
-
 def _reused_share(records: Sequence[TurnRecord]) -> float | None:
-    total = _sources(records)
+    total = tokens_by_source(records)
     return 1 - total.get("recompute", 0) / sum(total.values()) if sum(total.values()) else None
 
 
 def _median_ttft(records: Sequence[TurnRecord]) -> float | None:
-    known = sorted(_known(records, _ttft))
-    return known[len(known) // 2] if known else None
+    return percentiles(map(_ttft, records))["p50"]
 
 
 def _ttft(record: TurnRecord) -> float | None:

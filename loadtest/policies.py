@@ -20,10 +20,8 @@ import httpx
 
 from moongate.loadtest.pages import comparison_page
 from moongate.loadtest.records import TurnRecord
-from moongate.loadtest.running import LoadTestError, RunOptions, check_locust, run
+from moongate.loadtest.running import LoadTestError, RunOptions, check_locust, kill_group, run
 from moongate.loadtest.summary import Json
-
-DEFAULT_POLICIES = ("round_robin", "least_loaded", "session_hash", "prefix_affinity", "kv_cost")
 
 READY_S_MAX = 600.0
 """Real engines take minutes to start."""
@@ -104,9 +102,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-    with contextlib.suppress(ProcessLookupError):  # the whole group has ended already
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_group(process)
 
 
 def default_out(kind: str) -> Path:

@@ -15,7 +15,8 @@ from typing import Any, Self
 import httpx
 
 from moongate.loadtest.conversations import TOOLS
-from moongate.loadtest.gateway_totals import ROUTE, GatewayTotals, read_totals
+from moongate.loadtest.gateway_totals import GatewayTotals, read_totals
+from moongate.loadtest.settings import DEFAULT_URL, ROUTE
 from moongate.loadtest.words import SIMULATED_COSTS, TokenCosts, make_text
 
 TIMEOUT_S = 120.0
@@ -48,7 +49,7 @@ def normalise_url(url: str) -> str:
     except httpx.InvalidURL as error:
         raise ProbeError(f"--url {url}: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ProbeError(f"--url {url}: an address such as http://127.0.0.1:8000 is wanted")
+        raise ProbeError(f"--url {url}: an address such as {DEFAULT_URL} is wanted")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+ROWS_FILE, GENERATOR_FILE, LOG_FILE = "requests.csv", "generator.json", "locust.log"
+"""What the load generator leaves in a run's folder: turns, what it knows of itself, its messages."""
+
 OK = "ok"
 CUT_OFF = "cut_off"
 """Stopped by the run's end, after the grace period."""
@@ -117,7 +120,7 @@ def read_records(file: Path) -> list[TurnRecord]:
     with file.open(newline="") as lines:
         rows = csv.reader(lines)
         if tuple(next(rows, ())) != COLUMNS:
-            raise ValueError(f"{file}: its columns are not those of requests.csv")
+            raise ValueError(f"{file}: its columns are not those of {ROWS_FILE}")
         return [_from_row(row) for row in rows]
 
 

@@ -11,12 +11,13 @@ import importlib.util
 import json
 import math
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,21 +25,28 @@ from typing import IO, Any, TextIO
 
 import orjson
 
+from moongate.loadtest.conversations import Workload
 from moongate.loadtest.pages import run_page
 from moongate.loadtest.probing import Prober, normalise_url
-from moongate.loadtest.records import TurnRecord, read_records
+from moongate.loadtest.records import (
+    GENERATOR_FILE,
+    LOG_FILE,
+    ROWS_FILE,
+    TurnRecord,
+    read_records,
+)
 from moongate.loadtest.settings import Preset, WorkloadSettings, words_of
 from moongate.loadtest.summary import Json, RunFacts, summarise
-from moongate.loadtest.traces import find_traces
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-REPORT_FILE, ROWS_FILE, PAGE_FILE = "report.json", "requests.csv", "report.html"
+REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 
 GRACE_S = 60
 """What turns under way get at a run's end; then they are cut off."""
 START_S_MAX = 60.0
 """What locust may need to start and to end, beside the run."""
 PLAIN_PROGRESS_S = 5.0
+READ_BYTES = 65_536
 
 
 class LoadTestError(RuntimeError):
@@ -74,9 +82,9 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
     Raises: LoadTestError, ProbeError, TraceError.
     """
     check_locust()
-    if options.settings.preset is Preset.TRACE:
-        assert options.settings.traces is not None
-        find_traces(options.settings.traces)  # before a server is asked for anything
+    Workload(
+        options.settings
+    )  # what is wrong with it is told before a server is asked for anything
     key = _read_key(options.api_key_env)
     options = replace(options, url=normalise_url(options.url))
     _prepare(options.out)
@@ -91,7 +99,7 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
         options = replace(options, settings=settings)
         before = prober.settled_totals()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        was_interrupted = _run_locust(options)
+        was_interrupted = make_load(options)
         after = prober.settled_totals()
     records = read_records(options.out / ROWS_FILE)
     facts = RunFacts(
@@ -146,7 +154,7 @@ def _read_key(name: str | None) -> str | None:
 def _prepare(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in (REPORT_FILE, ROWS_FILE, PAGE_FILE, "generator.json", "locust.log"):
+        for name in (REPORT_FILE, PAGE_FILE, ROWS_FILE, GENERATOR_FILE, LOG_FILE):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise LoadTestError(f"--out {out}: {error.strerror}") from error
@@ -154,7 +162,7 @@ def _prepare(out: Path) -> None:
 
 def _read_generator(out: Path) -> dict[str, Any]:
     """Return what the generator wrote of itself and remove the file: the report has it all."""
-    file = out / "generator.json"
+    file = out / GENERATOR_FILE
     if not file.exists():
         return {}
     told: dict[str, Any] = orjson.loads(file.read_bytes())
@@ -190,43 +198,81 @@ def locust_command(options: RunOptions) -> list[str]:
     return words
 
 
-def _run_locust(options: RunOptions) -> bool:
-    """Make the load; tell whether somebody ended it early. Raises: LoadTestError."""
-    log = options.out / "locust.log"
+def make_load(options: RunOptions) -> bool:
+    """Let locust make the load; tell whether somebody ended it early.
+
+    One that goes on for longer than it may is killed; under its web UI, where users may make a run
+    longer, only once it has closed its output. Raises: LoadTestError.
+    """
+    log = options.out / LOG_FILE
     limit_s = options.duration_s + GRACE_S + START_S_MAX
     with log.open("w") as errors, _ended(_start_locust(options, errors)) as process:
-        deadline = time.monotonic() + limit_s
+        deadline = None if options.web_port is not None else time.monotonic() + limit_s
         assert process.stdout is not None
         progress = make_progress(options.duration_s, options.name)
         try:
-            was_interrupted = _follow(process, process.stdout, progress, errors)
+            lines = _Lines(process.stdout, deadline)
+            was_interrupted = _follow(process, lines, progress, errors)
+            process.wait(START_S_MAX if deadline is None else max(deadline - time.monotonic(), 1.0))
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise LoadTestError(f"locust did not end; see {log}") from None
         finally:
             progress.close()
-        try:
-            process.wait(max(deadline - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            raise LoadTestError(f"locust did not end; see {log}") from None
     if not (options.out / ROWS_FILE).exists():
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise LoadTestError(f"locust ended with code {process.returncode}: {last[0]} (see {log})")
     return was_interrupted
 
 
-def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[str]:
+def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own command
         locust_command(options),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        text=True,
         process_group=0,
     )
 
 
+class _Lines:
+    """The lines that come through a pipe. An exception from outside loses none: just go on.
+
+    Raises, from `next`: TimeoutError at `deadline` (on `time.monotonic`); None: never.
+    """
+
+    def __init__(self, pipe: IO[bytes], deadline: float | None) -> None:
+        self._pipe, self._deadline = pipe, deadline
+        self._rest = b""
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        while b"\n" not in self._rest:
+            self._wait()
+            more = os.read(self._pipe.fileno(), READ_BYTES)
+            if not more and not self._rest:
+                raise StopIteration
+            self._rest += more or b"\n"
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode(errors="replace") + "\n"
+
+    def _wait(self) -> None:
+        """Return when there is something to read, or nothing will come any more."""
+        left_s = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            if not selector.select(left_s):
+                raise TimeoutError
+
+
 def _follow(
-    process: subprocess.Popen[str], lines: IO[str], progress: Progress, log: TextIO
+    process: subprocess.Popen[bytes], lines: _Lines, progress: Progress, log: TextIO
 ) -> bool:
-    """Show what the process tells until it closes its output; a Ctrl-C is passed on, and told."""
+    """Show what the process tells until it closes its output; a Ctrl-C is passed on, and told.
+
+    Raises: TimeoutError.
+    """
     was_interrupted = False
     while True:
         try:
@@ -245,15 +291,20 @@ def _follow(
             process.send_signal(signal.SIGTERM)
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the group that a process leads, also if it has ended itself."""
+    with suppress(ProcessLookupError):  # the whole group has ended already
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Leave nothing of a process group behind, however the block ends."""
     try:
         yield process
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill_group(process)
         if process.stdout is not None:
             process.stdout.close()
 

@@ -24,6 +24,7 @@ from geventhttpclient.response import (
 from moongate.loadtest.answers import AnswerReader
 from moongate.loadtest.conversations import Conversation, Turn
 from moongate.loadtest.records import CUT_OFF, ERROR_TEXT_MAX, OK, TurnRecord
+from moongate.loadtest.settings import ROUTE
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 600.0
@@ -72,7 +73,7 @@ class Sender:
         self._target = target
         self._on_answered = on_answered
         self._start_s = start_s
-        self._path = urlsplit(target.url).path.rstrip("/") + "/v1/chat/completions"
+        self._path = urlsplit(target.url).path.rstrip("/") + ROUTE
         self._client: HTTPClient | None = None
 
     def close(self) -> None:

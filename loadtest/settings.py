@@ -19,6 +19,12 @@ from moongate.loadtest.words import SIMULATED_COSTS, TokenCosts
 
 ENVIRONMENT_PREFIX = "MOONGATE_LOADTEST_"
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+ROUTE = "/v1/chat/completions"
+"""What turns are sent to, below the server's address."""
+CONTEXT_TOKENS_MAX = 120_000
+SHARED_PROMPTS = 4
+
 
 class Preset(Enum):
     AGENTS = "agents"
@@ -62,9 +68,9 @@ class WorkloadSettings:
     rate_per_s: float | None = None
     """Open loop: conversations begun per second. None: closed loop, as many as there are users."""
     model: str = ""
-    context_tokens_max: int = 120_000
+    context_tokens_max: int = CONTEXT_TOKENS_MAX
     """A conversation ends before a prompt would be longer."""
-    shared_prompts: int = 4
+    shared_prompts: int = SHARED_PROMPTS
     """Preset shared-prompt: how many system prompts there are."""
     has_tools: bool = True
     shares_system: bool = True
@@ -104,8 +110,8 @@ def positive_float(text: str) -> float:
     return value
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that are at least so large."""
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` to `most`; None: without end."""
 
     def parse(text: str) -> int:
         try:
@@ -114,6 +120,8 @@ def whole(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
         return value
 
     return parse
@@ -175,8 +183,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("--think", _defaults("think_s", "median pause before a turn in seconds; for cold-burst "
            "the time between bursts"), positive_float, "S"),
     Option("--context-max", "a conversation ends before its prompt is longer than this many tokens "
-           "(default: 120000)", whole(1), "N"),
-    Option("--shared-prompts", "shared-prompt: how many system prompts (default: 4)", whole(1), "N"),
+           f"(default: {CONTEXT_TOKENS_MAX})", whole(1), "N"),
+    Option("--shared-prompts", f"shared-prompt: how many system prompts (default: {SHARED_PROMPTS})",
+           whole(1), "N"),
     Option("--no-tools", "agents: offer no tools; what they return comes as the user's message"),
     Option("--own-system", "system prompts and tools are each conversation's own, instead of shared; "
            "for agentic traces what the ids say"),
@@ -226,8 +235,8 @@ def settings_from(options: argparse.Namespace, *, seed: int) -> WorkloadSettings
         shape=_shape_from(options, SHAPES[preset]),
         rate_per_s=options.rate,
         model=options.model or "",
-        context_tokens_max=options.context_max or 120_000,
-        shared_prompts=options.shared_prompts or 4,
+        context_tokens_max=options.context_max or CONTEXT_TOKENS_MAX,
+        shared_prompts=options.shared_prompts or SHARED_PROMPTS,
         has_tools=not options.no_tools,
         shares_system=not options.own_system,
         sends_session_ids=not options.no_session_ids,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moongate.loadtest.gateway_totals import GatewayTotals
-from moongate.loadtest.records import NOT_SENT, GapHistogram, TurnRecord
+from moongate.loadtest.records import LOG_FILE, NOT_SENT, GapHistogram, TurnRecord
 from moongate.loadtest.settings import WorkloadSettings
 
 Json = dict[str, Any]
@@ -205,7 +205,9 @@ def _generator(facts: Mapping[str, Any], unsent: int) -> Json:
     told = {name: value for name, value in facts.items() if name not in ("gaps", "measured_s")}
     reasons = []
     if not facts:
-        reasons.append("The load generator ended early and told nothing of itself: see locust.log.")
+        reasons.append(
+            f"The load generator ended early and told nothing of itself: see {LOG_FILE}."
+        )
     elif told["cpu_share_mean"] > CPU_SHARE_MAX:
         reasons.append(
             f"The load generator used {told['cpu_share_mean']:.0%} of its core: it may be the bottleneck."

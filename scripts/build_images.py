@@ -31,6 +31,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 FOLDER = PROJECT / "docker"
 LABEL = "moongate.source"
 PULL_S_MAX = 1800
+"""A base image of several GB over a slow line."""
+ASK_S_MAX = 120
+"""What a builder may take to say whether it is there, or has an image."""
 
 
 class BuildError(Exception):
@@ -125,7 +128,7 @@ class Docker:
         return _succeeds("docker", "image", "inspect", image)
 
     def pull(self, image: str) -> bool:
-        return _succeeds("docker", "pull", "--quiet", image)
+        return _succeeds("docker", "pull", "--quiet", image, limit_s=PULL_S_MAX)
 
     def is_current(self, image: Image) -> bool:
         return False
@@ -155,7 +158,7 @@ class Buildah:
         return _succeeds("buildah", "inspect", "--type", "image", image)
 
     def pull(self, image: str) -> bool:
-        return _succeeds("buildah", "pull", "--quiet", image)
+        return _succeeds("buildah", "pull", "--quiet", image, limit_s=PULL_S_MAX)
 
     def is_current(self, image: Image) -> bool:
         labels = '{{index .OCIv1.Config.Labels "' + LABEL + '"}}'
@@ -181,10 +184,10 @@ def _build(image: Image, *command: str) -> None:
         raise BuildError(f"{image.dockerfile.name}: the build failed; its messages are above")
 
 
-def _succeeds(*words: str) -> bool:
+def _succeeds(*words: str, limit_s: float = ASK_S_MAX) -> bool:
     quiet = subprocess.DEVNULL
     try:
-        done = subprocess.run(words, stdout=quiet, stderr=quiet, timeout=PULL_S_MAX, check=False)
+        done = subprocess.run(words, stdout=quiet, stderr=quiet, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
@@ -196,11 +199,9 @@ def _output(*words: str) -> str:
 
 def choose_builder(name: str | None) -> type[Docker | Buildah]:
     """Return the builder that was asked for, or that works here. Raises: BuildError."""
-    has_daemon = shutil.which("docker") is not None and _succeeds("docker", "info")
-    has_buildah = shutil.which("buildah") is not None
-    if name in (None, "docker") and has_daemon:
+    if name in (None, "docker") and shutil.which("docker") and _succeeds("docker", "info"):
         return Docker
-    if name in (None, "buildah") and has_buildah:
+    if name in (None, "buildah") and shutil.which("buildah"):
         return Buildah
     raise BuildError(
         "nothing to build with: no docker daemon answers, and buildah is not installed"
@@ -228,17 +229,23 @@ def ensure_base(builder: Builder, base: str, mounts: Sequence[str], may_stand_in
     return ""
 
 
+def why_not(image: Image, builder: Builder, options: Options) -> str:
+    """Get what an image is built from. Return why it can't be built, or "" if it can."""
+    missing = image.missing_sources()
+    if missing:
+        return f"this checkout has no {', '.join(missing)}"
+    reasons = (
+        ensure_base(builder, base, options.mounts, options.may_stand_in) for base in image.bases()
+    )
+    return next(filter(None, reasons), "")
+
+
 def build_all(images: Sequence[Image], builder: Builder, options: Options) -> int:
     """Build what can be built, print a line for each, and return the exit code."""
     told: list[str] = []
     unbuilt = 0
     for image in images:
-        reasons = [ensure_base(builder, base, options.mounts, options.may_stand_in)
-                   for base in image.bases()]  # fmt: skip
-        missing = image.missing_sources()
-        if missing:
-            reasons.append(f"this checkout has no {', '.join(missing)}")
-        reason = next(filter(None, reasons), "")
+        reason = why_not(image, builder, options)
         if reason:
             unbuilt += 1
             told.append(f"  {image.name:12} not built: {reason}")

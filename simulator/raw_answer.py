@@ -76,7 +76,7 @@ class RawAnswer:
 
     def arguments(self, call: int) -> str:
         """Return the arguments of a call as clients get them."""
-        return json.dumps(self.answer.calls[call].arguments, ensure_ascii=False)
+        return _dump(self.answer.calls[call].arguments)
 
     def visible(self, tokens: int) -> int:
         """Return how many characters there are after so many tokens."""
@@ -204,25 +204,30 @@ def find_pieces(answer: Answer, raw: str) -> list[Piece] | None:
             return None
         at = start + len(text)
         pieces.append(Piece(field, start, at, text))
-    places = _find_names(answer, raw, at)
+    places = _find_calls(answer, raw, at)
     if places is None:
         return None
-    nexts = [start for start, _ in places[1:]] + [len(raw)]
-    for n, ((start, end), following, call) in enumerate(
-        zip(places, nexts, answer.calls, strict=False)
-    ):
-        pieces.append(Piece(Field.CALL, start, end, call.name, n))
-        arguments = _dump(call.arguments)
-        found = raw.find(arguments, end, following)
-        first, last = (
-            (following, following) if found < 0 else (found, found + len(arguments))
-        )  # another form is told when the call is complete
-        pieces.append(Piece(Field.ARGUMENTS, first, last, arguments, n))
+    nexts = [place.start for place in places[1:]] + [len(raw)]
+    for n, (place, following, call) in enumerate(zip(places, nexts, answer.calls, strict=False)):
+        pieces.append(Piece(Field.CALL, place.start, place.end, call.name, n))
+        # Arguments in another form are told when the call is complete.
+        first, last = place.arguments or (following, following)
+        pieces.append(Piece(Field.ARGUMENTS, first, last, _dump(call.arguments), n))
     return pieces
 
 
-def _find_names(answer: Answer, raw: str, at: int) -> list[tuple[int, int]] | None:
-    """Return where the calls' names stand."""
+@dataclass(frozen=True, slots=True)
+class _CallPlace:
+    """Where a call stands in the raw text: its name from `start` up to `end`."""
+
+    start: int
+    end: int
+    arguments: tuple[int, int] | None
+    """From and up to; None: the template writes them in another form than ours."""
+
+
+def _find_calls(answer: Answer, raw: str, at: int) -> list[_CallPlace] | None:
+    """Return where the calls stand; None if some name isn't there."""
     places = []
     for call in answer.calls:
         start = raw.find(f'"{call.name}"', at)
@@ -230,9 +235,9 @@ def _find_names(answer: Answer, raw: str, at: int) -> list[tuple[int, int]] | No
         if start < 0:
             return None
         end = start + len(call.name)
-        places.append((start, end))
         arguments = _dump(call.arguments)
         found = raw.find(arguments, end)
         # The next name is looked for behind these arguments, in which it may stand, too.
         at = end if found < 0 else found + len(arguments)
+        places.append(_CallPlace(start, end, (found, at) if found >= 0 else None))
     return places

@@ -6,6 +6,7 @@ again. So one rule with N answers is a loop of N turns. Whom no rule answers get
 a script would say.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -155,8 +156,8 @@ def load_script(path: Path) -> Script:
         return Script.model_validate(value)
     except pydantic.ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        told = [_tell(path, lines, problem) for problem in problems]
-        raise ScriptError("\n".join(told[:PROBLEMS_MAX])) from error
+        told = [_tell(path, lines, problem) for problem in problems[:PROBLEMS_MAX]]
+        raise ScriptError("\n".join(told)) from error
 
 
 class _Lines(Protocol):
@@ -167,17 +168,17 @@ class _Lines(Protocol):
 
 def _read_lines(path: Path, text: str) -> tuple[list[Any], _Lines]:
     """Raises: ScriptError."""
-    numbers = [n for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     rules = []
-    for number in numbers:
+    for number, line in lines:
         try:
-            rules.append(json.loads(text.split("\n")[number - 1]))
+            rules.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise ScriptError(f"{path}:{number}: not JSON: {error}") from error
 
     def line_of(place: Sequence[int | str]) -> int:
         first = place[0] if place else 0
-        return numbers[first] if isinstance(first, int) and first < len(numbers) else 1
+        return lines[first][0] if isinstance(first, int) and first < len(lines) else 1
 
     return rules, line_of
 
@@ -186,13 +187,17 @@ def _read_yaml(path: Path, text: str) -> tuple[Any, _Lines]:
     """Raises: ScriptError."""
     try:
         value = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = 1 if error.problem_mark is None else error.problem_mark.line + 1
         raise ScriptError(f"{path}:{line}: not YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: not YAML: {error}") from error
-    return value, lambda place: _line_in(root, place)
+
+    @functools.cache
+    def root() -> yaml.Node | None:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+
+    return value, lambda place: _line_in(root(), place)
 
 
 def _line_in(node: yaml.Node | None, place: Sequence[int | str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from processes import (
     ENGINE_PYTHON,
+    MOONGATE,
     PROJECT,
     Child,
     EngineProcess,
@@ -106,7 +106,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
     def start(*flags: str) -> Child:
         port, log = free_port(), tmp_path_factory.mktemp("up") / "up.log"
-        argv = (sys.executable, "-m", "moongate.cli", "up", "--engines", "3", "--port", str(port))
+        argv = (*MOONGATE, "up", "--engines", "3", "--port", str(port))
         stack = Child.start((*argv, *flags), f"http://127.0.0.1:{port}", log)
         started.append(stack)
         stack.wait_until("/ready", 30.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,7 +16,8 @@ import openai
 import pydantic
 import pytest
 from engine_metrics import counter
-from processes import Child
+from openai.types.responses import Response
+from processes import Child, until
 from sdk_scripts import run_script
 
 SDKS = Path(__file__).parent / "sdks"
@@ -126,14 +126,17 @@ def test_a_named_tool_is_called_without_a_rule_for_it(client: openai.OpenAI) -> 
         Place.model_validate_json(call.arguments)
 
 
+def find_ended(client: openai.OpenAI, name: str) -> Response | None:
+    """Return a response if it has ended."""
+    told = client.responses.retrieve(name)
+    return None if told.status in ("queued", "in_progress") else told
+
+
 def test_responses_in_the_background_end_or_are_cancelled(client: openai.OpenAI) -> None:
     queued = client.responses.create(
         model="sim", input="x", background=True, max_output_tokens=8, temperature=0
     )
-    deadline = time.monotonic() + 30.0
-    while (told := client.responses.retrieve(queued.id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    told = until(lambda: find_ended(client, queued.id), 30.0)
     assert told.status == "incomplete"  # at its limit
     again = client.responses.create(
         model="sim", input="go on", previous_response_id=told.id, max_output_tokens=8

@@ -18,7 +18,15 @@ import pytest
 from conversation import Conversation, ask
 from engine_metrics import counter
 from pool_processes import MooncakePool
-from processes import BLOCK_TOKENS, Child, EngineProcess, free_port, running, start_gateway
+from processes import (
+    BLOCK_TOKENS,
+    Child,
+    EngineProcess,
+    free_port,
+    running,
+    start_gateway,
+    until,
+)
 
 from moongate.engine_plugins.kv_transfer_launch import Handoff
 
@@ -192,9 +200,7 @@ def test_fifty_requests_eight_at_a_time(
 def _wait_for_idle(engine: EngineProcess, limit_s: float = 5.0) -> float:
     """Wait until an engine's KV cache is held by nobody. Return how long that took."""
     began = time.monotonic()
-    while counter(engine.url, KV_USE) > 0:
-        assert time.monotonic() - began < limit_s, f"still {counter(engine.url, KV_USE):.2%} held"
-        time.sleep(0.1)
+    until(lambda: counter(engine.url, KV_USE) == 0, limit_s, lambda: counter(engine.url, KV_USE))
     return time.monotonic() - began
 
 
@@ -222,10 +228,7 @@ def test_a_client_that_leaves_strands_nothing(
     asyncio.run(several())
     took_s = _wait_for_idle(pair.prefill, 8.0)  # three prompts may still have to be computed
     _wait_for_idle(pair.decode, 8.0)
-    deadline = time.monotonic() + 8.0
-    while pair.metric("moongate_inflight_requests"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not pair.metric("moongate_inflight_requests"), 8.0)
     with capsys.disabled():
         print(f"\nleft after {after_s:.2f} s: the prefiller is idle {took_s:.1f} s later")
 
@@ -253,10 +256,7 @@ def test_a_restarted_prefiller_is_known_by_its_new_name(pair: Pair, tiny_model: 
     pair.prefill.kill()
     pair.prefill.start()
     pair.prefill.wait_ready()
-    deadline = time.monotonic() + 30.0
-    while pair.metric("moongate_instance_up", instance="p") != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: pair.metric("moongate_instance_up", instance="p") == 1, 30.0)
     before = counter(pair.decode.url, EXTERNAL_HITS)
     (reply,) = Conversation(pair.url, tiny_model, seed=9).grow(1, tokens=2000)
     assert reply.headers["x-moongate-prefill-instance"] == "p"

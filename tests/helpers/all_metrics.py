@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import Any
+from pathlib import Path
 
 from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
 from otlp_receiver import Collector
 from pd_fleet import pd_fleet
+from redis_process import RedisProcess
 from scrape import Scrape, scrape
 
 from moongate.kvpool.memory import MemoryPool
@@ -19,10 +19,18 @@ from moongate.simulator.server import SimEngine, SimEngineConfig
 FAST = EngineProfile(prefill_tokens_per_s=200_000.0, decode_tokens_per_s=2_000.0)
 
 
-async def scrape_everything() -> Scrape:
-    """Return what several gateways together have shown after traffic of every kind."""
+async def scrape_everything(directory: Path) -> Scrape:
+    """Return what several gateways together have shown after traffic of every kind.
+
+    Starts a Redis (`needs_redis`), which works in `directory`.
+    """
     series: dict[str, list[dict[str, str]]] = {}
-    for part in (await _of_events_and_pool(), await _of_failures(), await _of_handoffs()):
+    for part in (
+        await _of_events_and_pool(),
+        await _of_failures(),
+        await _of_handoffs(),
+        await _of_shared_state(directory),
+    ):
         for name, labels in part.series.items():
             series.setdefault(name, []).extend(labels)
     return Scrape(series)
@@ -77,13 +85,17 @@ async def _of_failures() -> Scrape:
             await gateway.chat()
             await gateway.chat(stream=True, x_act="break")
             await gateway.chat(content="x" * 5000)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(gateway.chat(x_act="slow"), 0.5)
             return await scrape(gateway.client)
 
 
 async def _of_handoffs() -> Scrape:
-    body: dict[str, Any] = {}
     async with pd_fleet() as fleet:
-        await fleet.complete(**body)
+        await fleet.complete()
         return await scrape(fleet.gateway.client)
+
+
+async def _of_shared_state(directory: Path) -> Scrape:
+    with RedisProcess(directory) as redis:
+        state = {"kind": "redis", "url": redis.url}
+        async with FakeEngine() as engine, live_gateway([engine.url], state=state) as gateway:
+            return await scrape(gateway.client)

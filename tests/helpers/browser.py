@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ class Browser:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
-        self._requested: list[str] = []
+        self._requested: list[tuple[str, str]] = []
+        """The browser's own names of requests, and their addresses."""
+        self._pieces: Counter[str] = Counter()
 
     def open(self, url: str) -> None:
         self.driver.get(url)
@@ -67,21 +69,24 @@ class Browser:
 
     def requested(self) -> list[str]:
         """Return every address that a page has asked for so far."""
+        self._read_network()
+        return [url for _, url in self._requested]
+
+    def pieces_of(self, url: str) -> int:
+        """Return in how many pieces answers of an address have come so far."""
+        self._read_network()
+        names = {name for name, requested in self._requested if requested == url}
+        return sum(self._pieces[name] for name in names)
+
+    def _read_network(self) -> None:
         entries: list[dict[str, Any]] = self.driver.get_log("performance")  # type: ignore[no-untyped-call]
         for entry in entries:
             message = json.loads(entry["message"])["message"]
+            name = message["params"].get("requestId", "")
             if message["method"] == "Network.requestWillBeSent":
-                self._requested.append(message["params"]["request"]["url"])
-        return self._requested
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Return the first true value of `condition()`; the test fails if there is none in time."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.03)
-    return value
+                self._requested.append((name, message["params"]["request"]["url"]))
+            elif message["method"] == "Network.dataReceived":
+                self._pieces[name] += 1
 
 
 @contextlib.contextmanager

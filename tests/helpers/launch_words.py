@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -46,8 +45,6 @@ def _check_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_locust(words: list[str]) -> None:
-    if importlib.util.find_spec("moongate.loadtest") is None:
-        pytest.skip("moongate.loadtest is not in this branch")
     # In a process of its own, since locust patches whichever it is in.
     parse = (
         "import sys; from locust.argument_parser import parse_options;"

@@ -31,7 +31,6 @@ class Collector:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        self.url = site.name.rstrip("/")
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
         return self

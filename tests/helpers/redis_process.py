@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Self
 
 import pytest
 import redis
-from processes import free_port
+from processes import free_port, until
 
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None,
@@ -42,14 +41,13 @@ class RedisProcess:
             "--appendonly", "no", "--dir", str(self._directory),
         ]  # fmt: skip
         self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, process_group=0)
-        deadline = time.monotonic() + 10.0
-        while True:
-            try:
-                self.client().ping()
-                return
-            except redis.exceptions.ConnectionError:
-                assert time.monotonic() < deadline, "redis-server does not start"
-                time.sleep(0.02)
+        until(self._answers, told=lambda: "redis-server does not start")
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client().ping())
+        except redis.exceptions.ConnectionError:
+            return False
 
     def stop(self) -> None:
         if self._process is not None:

@@ -39,10 +39,8 @@ CONTRACT: Mapping[str, frozenset[str]] = {
 }
 """The names and labels that people rely on (INTERFACE, section 6)."""
 
-LATER = frozenset({"moongate_redis_up", "moongate_config_reloads_total"})
-"""Of these, what comes with shared state and with reloading. Remove each when it is there."""
-
-HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
+LATER = frozenset({"moongate_config_reloads_total"})
+"""Of these, what comes with reloading. Remove it when it is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ class Terminal:
         self._master: int | None = master
         self.screen = pyte.Screen(COLUMNS, ROWS)
         self._stream = pyte.ByteStream(self.screen)
-        self.bytes_seen = 0
 
     def read(self, for_s: float = 0.1) -> str:
         """Take in what the command writes meanwhile; return what the screen shows."""
@@ -45,7 +44,6 @@ class Terminal:
                 break
             if not piece:
                 break
-            self.bytes_seen += len(piece)
             self._stream.feed(piece)
         return self.text
 

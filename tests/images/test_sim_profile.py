@@ -7,13 +7,14 @@ The tests share its containers, in their order: the last one stops a gateway.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from compose_file import read_services
 from containers import Container, ContainerHost, missing_here
+from processes import until
 from stand_in_images import make_stand_in
 
 SERVICES = [s for s in read_services().values() if s.profiles in (["sim"], ["load"])]
@@ -45,13 +46,6 @@ def ask(gateway: Container, path: str, **body: Any) -> httpx.Response:
     return httpx.post(url, json={"model": MODEL, **body}, timeout=30, trust_env=False)
 
 
-def wait_until(condition: Callable[[], bool], container: Container) -> None:
-    deadline = time.monotonic() + 40
-    while not condition():
-        assert time.monotonic() < deadline, container.tail()
-        time.sleep(0.1)
-
-
 def has_all_engines(gateway: Container) -> bool:
     page = httpx.get(f"http://{gateway.address}:8000/metrics", timeout=5, trust_env=False).text
     up = [line for line in page.splitlines() if line.startswith("moongate_instance_up{")]
@@ -67,7 +61,7 @@ def test_a_turn_goes_through_one_gateway_and_the_next_one_home_through_the_other
     gateways: list[Container],
 ) -> None:
     for gateway in gateways:
-        wait_until(lambda: has_all_engines(gateway), gateway)  # noqa: B023
+        until(lambda: has_all_engines(gateway), 40.0, gateway.tail)  # noqa: B023
     messages = [{"role": "user", "content": "tell me of the moon and its gates. " * 60}]
     first = ask(gateways[0], "/v1/chat/completions", messages=messages, max_tokens=8)
     assert first.status_code == 200, first.text
@@ -103,10 +97,10 @@ def test_locusts_workers_send_turns_to_the_gateways(host: ContainerHost) -> None
         found: dict[str, Any] = answer.json()
         return found
 
-    wait_until(lambda: len(stats()["workers"]) == 2, master)
+    until(lambda: len(stats()["workers"]) == 2, 40.0, master.tail)
     begun = httpx.post(f"{url}/swarm", data={"user_count": 4, "spawn_rate": 4}, trust_env=False)
     assert begun.json()["success"] is True, begun.text
-    wait_until(lambda: total(stats())["num_requests"] >= 8, master)
+    until(lambda: total(stats())["num_requests"] >= 8, 40.0, master.tail)
     httpx.get(f"{url}/stop", trust_env=False)
     assert total(stats())["num_failures"] == 0, stats()["errors"]
 

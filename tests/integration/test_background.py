@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -277,13 +279,19 @@ async def test_its_stream_goes_on_without_its_client_which_comes_back() -> None:
         await until(lambda: gateway.inflight() == 0)
 
 
+@contextlib.asynccontextmanager
+async def streaming(gateway: LiveGateway) -> AsyncIterator[tuple[str, AsyncIterator[str]]]:
+    """Begin a response whose stream is read; yield its path and what comes after the first event."""
+    async with gateway.client.stream("POST", "/v1/responses", json=ASKED) as answer:
+        text = answer.aiter_text()
+        (first,) = events_of(await anext(text))
+        yield f"/v1/responses/{first['response']['id']}", text
+
+
 async def test_its_stream_ends_when_it_is_cancelled() -> None:
     handler = StreamingEngine()
     async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
-        async with gateway.client.stream("POST", "/v1/responses", json=ASKED) as answer:
-            text = answer.aiter_text()
-            (first,) = events_of(await anext(text))
-            path = f"/v1/responses/{first['response']['id']}"
+        async with streaming(gateway) as (path, text):
             cancelled = await gateway.client.post(f"{path}/cancel")
             assert cancelled.json()["status"] == "cancelled"
             (last,) = events_of("".join([piece async for piece in text]))
@@ -344,10 +352,7 @@ async def test_only_a_stream_can_be_told_as_one() -> None:
 async def test_what_is_deleted_ends_and_stays_gone() -> None:
     handler = StreamingEngine()
     async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
-        async with gateway.client.stream("POST", "/v1/responses", json=ASKED) as answer:
-            text = answer.aiter_text()
-            (first,) = events_of(await anext(text))
-            path = f"/v1/responses/{first['response']['id']}"
+        async with streaming(gateway) as (path, text):
             assert (await gateway.client.delete(path)).json()["deleted"] is True
             with pytest.raises(httpx.RemoteProtocolError):
                 async for _ in text:

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import Child, free_port, start_gateway
+from processes import MOONGATE, Child, free_port, start_gateway, until
 
 pytestmark = pytest.mark.timeout(60)
-
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 
 Launch = Callable[..., Child]
@@ -44,10 +41,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 def printed_curl(log: Path) -> httpx.Response:
     """Do what the printed curl line does, once it is printed."""
-    deadline = time.monotonic() + 10
-    while "Ctrl-C stops" not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    until(lambda: "Ctrl-C stops" in log.read_text(), told=log.read_text)
     words = shlex.split(log.read_text().partition("  curl ")[2].partition("Ctrl-C")[0])
     url = next(word for word in words if word.startswith("http"))
     headers = {"content-type": "application/json"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from axe_core_python.selenium import Axe
-from browser import CHROMIUM, DRIVER, MISSING, Browser, browser, until
-from processes import Child, free_port, start_gateway
+from browser import CHROMIUM, DRIVER, MISSING, Browser, browser
+from processes import MOONGATE, Child, free_port, stack_up, start_gateway, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -27,7 +25,6 @@ pytestmark = [
 EVIL = "<img src=x onerror=window.hurt=1>"
 LONG_KEY = "a-very-long-key-of-a-session-" + "0123456789" * 12
 KEY = "s3cret-key"
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 DESKTOP, PHONE, NARROW = (1280, 900), (390, 844), (320, 640)
 
 
@@ -42,15 +39,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """Return a stack of three simulated engines that has served some sessions."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("up") / "up.log"
-    child = Child.start([*MOONGATE, "up", "--port", str(port)], f"http://127.0.0.1:{port}", log)
-    try:
-        child.wait_until("/ready", 30.0)
+    with stack_up(tmp_path_factory.mktemp("up")) as child:
         send_turns(child.url)
         yield child
-    finally:
-        child.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -116,10 +107,11 @@ def test_it_loads_without_complaints_and_asks_nobody_else(page: Browser, fleet: 
     before = len(page.requested())
     show(page, fleet.url)
     until(lambda: page.find_all("#slowest details"))
-    time.sleep(1.2)  # some frames
+    live = f"{fleet.url}/admin/live"
+    until(lambda: page.pieces_of(live) >= 3)  # some frames
     assert page.errors() == []
     asked = page.requested()[before:]
-    assert f"{fleet.url}/admin/live" in asked
+    assert live in asked
     assert {url for url in asked if not url.startswith((fleet.url, "about:"))} == set()
 
 

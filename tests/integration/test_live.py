@@ -15,6 +15,7 @@ import pytest_asyncio
 from live_gateway import LiveGateway, live_gateway, until
 from pd_fleet import pd_fleet
 
+from moongate.gateway.live_view import DECISIONS_SHOWN_MAX, KEY_CHARS_MAX, SESSIONS_SHOWN_MAX
 from moongate.simulator.server import SimEngine, SimEngineConfig
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -146,9 +147,9 @@ async def test_a_frame_is_bounded_whatever_clients_send(engine: SimEngine) -> No
             body = {"model": "sim", "input": "x"}
             await gateway.client.post("/v1/embeddings", json=body, headers={"x-session-id": key})
         state = await first_state(gateway)
-    assert len(state["sessions"]["shown"]) == 24
-    assert len(state["decisions"]["shown"]) == 60
-    assert max(len(s["key"]) for s in state["sessions"]["shown"]) <= 40
+    assert len(state["sessions"]["shown"]) == SESSIONS_SHOWN_MAX
+    assert len(state["decisions"]["shown"]) == DECISIONS_SHOWN_MAX
+    assert max(len(s["key"]) for s in state["sessions"]["shown"]) <= KEY_CHARS_MAX
     assert len(json.dumps(state)) < 64_000
 
 

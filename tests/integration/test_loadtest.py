@@ -10,23 +10,22 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from made_traces import write_growing_agentic
-from processes import Child, free_port
+from processes import MOONGATE, Child, free_port, stack_up, until
 
 from moongate.loadtest.conversations import poisson_arrivals
+from moongate.loadtest.gateway_totals import read_totals
 from moongate.loadtest.records import TurnRecord, read_records
 
 pytestmark = pytest.mark.timeout(90)
 
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 SMALL = (
     "--think", "0.2", "--system-tokens", "800", "--first-tokens", "200", "--turn-tokens", "300",
@@ -38,14 +37,8 @@ SMALL = (
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the address of a gateway before three simulated engines."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("stack") / "up.log"
-    child = Child.start([*MOONGATE, "up", "--port", str(port)], f"http://127.0.0.1:{port}", log)
-    try:
-        child.wait_until("/ready", 30.0)
+    with stack_up(tmp_path_factory.mktemp("stack")) as child:
         yield child.url
-    finally:
-        child.stop()
 
 
 def loadtest(*words: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -96,10 +89,12 @@ def test_prompts_of_a_trace_are_as_long_as_recorded(stack: str, tmp_path: Path) 
         *("--users", "2", "--duration", "3s", "--answer-tokens", "4", "--out", str(tmp_path / "out")),
     )  # fmt: skip
     _, records = read(tmp_path / "out")
+    assert records
     for record in records:
         recorded = (6 + 3 * (record.turn - 1)) * 64 + 10
         assert recorded <= (record.prompt_tokens or 0) <= recorded + 19
     again = [r for r in records if r.turn > 1]
+    assert again
     assert all((r.cached_tokens or 0) >= (6 + 3 * (r.turn - 2)) * 64 - 16 for r in again)
 
 
@@ -161,12 +156,14 @@ def start_long_run(url: str, out: Path) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    deadline = time.monotonic() + 30
-    while not (out / "requests.csv").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
+    until(lambda: (out / "requests.csv").exists() or process.poll() is not None, 30.0)
+    assert process.poll() is None
     return process
+
+
+def requests_of(gateway_url: str) -> int:
+    """Return how many a gateway has answered."""
+    return read_totals(httpx.get(f"{gateway_url}/metrics", trust_env=False).text).requests
 
 
 def locust_group(out: Path) -> int:
@@ -181,11 +178,13 @@ def locust_group(out: Path) -> int:
 
 def test_an_interrupted_run_ends_its_turns_and_is_reported(stack: str, tmp_path: Path) -> None:
     process = start_long_run(stack, tmp_path)
-    time.sleep(2.0)  # some turns' worth
+    begun_after = requests_of(stack)
+    until(lambda: requests_of(stack) >= begun_after + 8, 20.0)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 0, told
     report, _ = read(tmp_path)
+    assert report["requests"] > 0
     assert report["failures"] == 0
     assert report["gateway"]["agreement"]["requests"]["difference"] == 0.0
     assert report["interrupted"]
@@ -241,6 +240,11 @@ def test_a_policy_that_is_none_is_said(tmp_path: Path) -> None:
     done = loadtest("policies", "--policies", "magic", "--out", str(tmp_path), expect=1)
     assert "`moongate up --policy magic` ended" in done.stderr
     loadtest("policies", "--policies", "kv_cost,kv_cost", expect=2)
+
+
+@pytest.mark.parametrize("words", [("policies", "--port", "65536"), ("--web-port", "70000")])
+def test_a_port_that_cannot_be_is_said(words: tuple[str, ...]) -> None:
+    assert "must be at most 65535" in loadtest(*words, expect=2).stderr
 
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 from collections.abc import Iterable
+from pathlib import Path
 
 import aiohttp
 import pytest
 from all_metrics import scrape_everything
 from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import live_gateway
+from redis_process import needs_redis
 from scrape import CONTRACT, LATER, scrape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -19,8 +21,9 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 HISTOGRAM_LABELS = {"le"}
 
 
-async def test_every_metric_of_the_contract_is_there_with_its_labels() -> None:
-    shown = await scrape_everything()
+@needs_redis
+async def test_every_metric_of_the_contract_is_there_with_its_labels(tmp_path: Path) -> None:
+    shown = await scrape_everything(tmp_path)
     missing = set()
     for name, labels in CONTRACT.items():
         sample = f"{name}_bucket" if f"{name}_bucket" in shown.series else name

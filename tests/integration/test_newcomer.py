@@ -15,13 +15,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from processes import Child, free_port
+from processes import Child, free_port, until
 
 PROJECT = Path(__file__).parents[2]
 IS_FRESH = os.environ.get("MOONGATE_FRESH_INSTALL") == "1"
@@ -90,11 +89,14 @@ def run(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child
     argv = ["make", "-C", str(clone), "run", f"PORT={port}"]
     child = Child.start(argv, f"http://127.0.0.1:{port}", log)
     try:
-        deadline = time.monotonic() + 60 + SETUP_S
-        while "Ctrl-C stops all of it." not in log.read_text():
-            assert child.process.poll() is None, child.tail()
-            assert time.monotonic() < deadline, child.tail()
-            time.sleep(0.1)
+        until(
+            lambda: (
+                "Ctrl-C stops all of it." in log.read_text() or child.process.poll() is not None
+            ),
+            60.0 + SETUP_S,
+            child.tail,
+        )
+        assert child.process.poll() is None, child.tail()
         yield child
         os.killpg(child.process.pid, signal.SIGINT)
         child.process.wait(20)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from all_metrics import scrape_everything
 from observability_files import TARGET_LABELS, Expression, expressions, recorded
+from redis_process import needs_redis
 from scrape import CONTRACT, LATER, Scrape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -23,8 +26,9 @@ def known_labels(shown: Scrape) -> dict[str, set[str]]:
     return known
 
 
-async def test_every_metric_and_label_that_files_name_is_there() -> None:
-    known = known_labels(await scrape_everything())
+@needs_redis
+async def test_every_metric_and_label_that_files_name_is_there(tmp_path: Path) -> None:
+    known = known_labels(await scrape_everything(tmp_path))
     wrong = [problem for expression in expressions() for problem in problems_of(expression, known)]
     assert wrong == []
 

@@ -67,6 +67,14 @@ async def respond(gateway: LiveGateway, **fields: Any) -> Any:
     return answer.json()
 
 
+async def begin_where_others_see_it(one: LiveGateway, other: LiveGateway) -> str:
+    """Begin a response in the background at one; return its path once the other says that it runs."""
+    queued = await respond(one, input="1", background=True)
+    path = f"/v1/responses/{queued['id']}"
+    assert (await other.client.get(path)).json()["status"] == "in_progress"
+    return path
+
+
 async def test_a_conversation_goes_on_at_any_replica(server: RedisProcess) -> None:
     handler = Engine()
     async with replicas(server, handler) as (one, other):
@@ -137,16 +145,14 @@ async def test_a_response_whose_replica_died_has_failed(server: RedisProcess) ->
     handler = Engine()
     handler.may_answer.clear()
     async with replicas(server, handler) as (one, other):
-        queued = await respond(one, input="1", background=True)
-        path = f"/v1/responses/{queued['id']}"
-        assert (await other.client.get(path)).json()["status"] == "in_progress"
+        path = await begin_where_others_see_it(one, other)
         task = one.server.gateway._hot_path.background._informing  # type: ignore[union-attr]
         assert task is not None
         task.cancel()  # as if the replica were gone
         state = other.server.gateway._state
         assert state is not None
         state.up_since -= LEASE_S
-        server.client().delete(f"moongate:response::{queued['id']}:run")
+        server.client().delete(f"moongate:response::{path.rpartition('/')[2]}:run")
         told = (await other.client.get(path)).json()
         assert (told["status"], told["error"]["code"]) == ("failed", "server_error")
         handler.may_answer.set()
@@ -158,9 +164,7 @@ async def test_what_was_completed_while_redis_was_away_is_completed_everywhere(
     handler = Engine()
     handler.may_answer.clear()
     async with replicas(server, handler) as (one, other):
-        queued = await respond(one, input="1", background=True)
-        path = f"/v1/responses/{queued['id']}"
-        assert (await other.client.get(path)).json()["status"] == "in_progress"
+        path = await begin_where_others_see_it(one, other)
         server.freeze()
         handler.may_answer.set()
         await until(lambda: one.inflight() == 0)
@@ -179,9 +183,7 @@ async def test_a_stale_copy_is_not_put_over_what_redis_lost(server: RedisProcess
     handler = Engine()
     handler.may_answer.clear()
     async with replicas(server, handler) as (one, other):
-        queued = await respond(one, input="1", background=True)
-        path = f"/v1/responses/{queued['id']}"
-        assert (await other.client.get(path)).json()["status"] == "in_progress"
+        path = await begin_where_others_see_it(one, other)
         handler.may_answer.set()
         await until(lambda: one.inflight() == 0)
         await asyncio.sleep(0.2)  # until that is written

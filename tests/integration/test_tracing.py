@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +16,7 @@ from live_gateway import LiveGateway, live_gateway, until
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from otlp_receiver import Collector, attributes, read_attributes
 
+from moongate.gateway import tracing
 from moongate.gateway.body import name_session
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import SimEngine, SimEngineConfig
@@ -145,10 +147,11 @@ async def test_what_the_client_does_not_record_nobody_does() -> None:
         assert (trace_id, flags) == (TRACE, "00")
 
 
-@pytest.mark.parametrize(("ratio", "recorded"), [(0.0, 0), (1.0, 40)])
+@pytest.mark.parametrize(("ratio", "recorded"), [(0.0, 0), (0.5, 18), (1.0, 40)])
 async def test_a_share_of_the_traces_that_begin_here_is_recorded(
-    ratio: float, recorded: int
+    ratio: float, recorded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tracing, "_ids", random.Random(2))  # of which 18 of 40 are in a half
     async with FakeEngine() as engine, Collector() as collector:
         async with traced(collector, engine.url, observability={"sample_ratio": ratio}) as gateway:
             for _ in range(40):
@@ -156,8 +159,11 @@ async def test_a_share_of_the_traces_that_begin_here_is_recorded(
             await gateway.chat(headers=given())
         own = [span for span in collector.spans() if span.kind == Span.SPAN_KIND_SERVER]
         assert len(own) == recorded + 1  # the client's choice counts more
-        flags = [context_of(received)[3] for received in engine.received]
-        assert flags == ["01" if ratio else "00"] * 40 + ["01"]
+        *begun, theirs = (context_of(received) for received in engine.received)
+        for _, trace_id, _, flags in begun:
+            assert flags == ("01" if int(trace_id[16:], 16) < ratio * 2**64 else "00")
+        assert [flags for *_, flags in begun].count("01") == recorded
+        assert theirs[3] == "01"
 
 
 async def test_without_tracing_a_clients_context_passes_as_it_came() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import free_port
+from processes import MOONGATE, free_port, until
 from terminals import Terminal, processes_of, terminal
 
 from moongate.local_stack import EXAMPLE
@@ -21,7 +21,6 @@ from moongate.simulator.server import BUNDLED_TOKENIZER
 
 pytestmark = pytest.mark.timeout(90)
 
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 HINT = "No request yet"
 TOP = "\N{BOX DRAWINGS LIGHT ARC DOWN AND RIGHT}\N{BOX DRAWINGS LIGHT HORIZONTAL} moongate"
 
@@ -42,10 +41,7 @@ def ask(url: str) -> None:
 
 
 def until_nothing_is_left(session: int, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while left := processes_of(session):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    until(lambda: not processes_of(session), timeout_s, lambda: processes_of(session))
 
 
 def test_the_panel_is_drawn_in_place_and_tells_what_goes_on(up: tuple[Terminal, str]) -> None:

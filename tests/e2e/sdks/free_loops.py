@@ -244,6 +244,24 @@ def litellm_chat(url: str, model: str) -> Iterable[Told]:
 # --- frameworks, which run the loop ---------------------------------------------------------------
 
 
+def functions_of(tools: Tools) -> tuple[Callable[..., str], ...]:
+    """Return the tools as functions, from which a framework makes its own."""
+
+    def look(place: Literal["here", "there"]) -> str:
+        """Look somewhere."""
+        return tools.run("look", place=place)
+
+    def grep(pattern: str) -> str:
+        """Search for a text."""
+        return tools.run("grep", pattern=pattern)
+
+    def read_file(path: str) -> str:
+        """Read a file."""
+        return tools.run("read_file", path=path)
+
+    return look, grep, read_file
+
+
 def openai_agents(url: str, model: str) -> Iterable[Told]:
     """The Agents SDK: an agent that asks another one, and in the end hands over to a third."""
     import agents
@@ -259,21 +277,7 @@ def openai_agents(url: str, model: str) -> Iterable[Told]:
         async def on_llm_end(self, context, agent, response) -> None:
             told.append(_of_response(response, agent.name))
 
-    @agents.function_tool
-    def look(place: Literal["here", "there"]) -> str:
-        """Look somewhere."""
-        return tools.run("look", place=place)
-
-    @agents.function_tool
-    def grep(pattern: str) -> str:
-        """Search for a text."""
-        return tools.run("grep", pattern=pattern)
-
-    @agents.function_tool
-    def read_file(path: str) -> str:
-        """Read a file."""
-        return tools.run("read_file", path=path)
-
+    look, grep, read_file = map(agents.function_tool, functions_of(tools))
     helper = agents.Agent(
         name="helper", instructions="You are the helper. " + SYSTEM, model=engine,
         model_settings=settings, tools=[grep, read_file],
@@ -309,26 +313,11 @@ def langgraph_agent(url: str, model: str) -> Iterable[Told]:
 
     tools = Tools()
 
-    @tool
-    def look(place: Literal["here", "there"]) -> str:
-        """Look somewhere."""
-        return tools.run("look", place=place)
-
-    @tool
-    def grep(pattern: str) -> str:
-        """Search for a text."""
-        return tools.run("grep", pattern=pattern)
-
-    @tool
-    def read_file(path: str) -> str:
-        """Read a file."""
-        return tools.run("read_file", path=path)
-
     llm = ChatOpenAI(
         base_url=f"{url}/v1", api_key="none", model=model, max_tokens=TOKENS_MAX, stream_usage=True
     )
     agent = create_react_agent(
-        llm, [look, grep, read_file], prompt=SYSTEM, checkpointer=MemorySaver()
+        llm, [tool(one) for one in functions_of(tools)], prompt=SYSTEM, checkpointer=MemorySaver()
     )
     config = {"configurable": {"thread_id": "one"}}
     state = agent.invoke({"messages": [("user", TASK)]}, config)
@@ -353,21 +342,8 @@ def pydantic_ai_agent(url: str, model: str) -> Iterable[Told]:
         model_settings={"max_tokens": TOKENS_MAX},
     )  # fmt: skip
 
-    @agent.tool_plain
-    def look(place: Literal["here", "there"]) -> str:
-        """Look somewhere."""
-        return tools.run("look", place=place)
-
-    @agent.tool_plain
-    def grep(pattern: str) -> str:
-        """Search for a text."""
-        return tools.run("grep", pattern=pattern)
-
-    @agent.tool_plain
-    def read_file(path: str) -> str:
-        """Read a file."""
-        return tools.run("read_file", path=path)
-
+    for one in functions_of(tools):
+        agent.tool_plain(one)
     run = agent.run_sync(TASK)
     assert run.output == "It's in router/cost.py.", run.output
     assert len(set(tools.called)) == 3, tools.called

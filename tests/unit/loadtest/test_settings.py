@@ -35,6 +35,8 @@ def parse(*words: str) -> WorkloadSettings:
         ("--preset", "trace", "--traces", "/t", "--trace-format", "mooncake", "--speed", "4"),
         ("--no-tools", "--own-system", "--think", "0.5", "--turns", "3", "--no-ignore-eos"),
         ("--token-costs", "1.25,4,5,3,200", "--model", "m", "--system-tokens", "0"),
+        ("--context-max", "9000", "--shared-prompts", "7", "--first-tokens", "11"),
+        ("--turn-tokens", "12", "--answer-tokens", "13"),
     ],
 )
 def test_settings_are_the_same_after_a_way_through_words(words: tuple[str, ...]) -> None:
