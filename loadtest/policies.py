@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
+from moongate.loadtest.conversations import Workload
 from moongate.loadtest.pages import comparison_page
 from moongate.loadtest.records import TurnRecord
 from moongate.loadtest.running import LoadTestError, RunOptions, check_locust, kill_group, run
@@ -37,20 +38,29 @@ def compare_policies(
     Raises: LoadTestError, ProbeError, TraceError.
     """
     check_locust()
+    Workload(options.settings)  # told before any stack is started
     reports: dict[str, Json] = {}
     records: dict[str, list[TurnRecord]] = {}
-    for number, policy in enumerate(policies, 1):
-        print(f"[{number}/{len(policies)}] {policy}", flush=True)
-        with _stack(policy, up_words, port) as url:
-            own = replace(options, url=url, out=options.out / policy, name=policy)
-            reports[policy], records[policy] = run(own)
-        if reports[policy]["interrupted"]:
-            break
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "comparison.json").write_text(json.dumps(reports, indent=2) + "\n")
-    page = comparison_page(reports, records)
-    (options.out / "comparison.html").write_text(page, encoding="utf-8")
+    try:
+        for number, policy in enumerate(policies, 1):
+            print(f"[{number}/{len(policies)}] {policy}", flush=True)
+            with _stack(policy, up_words, port) as url:
+                own = replace(options, url=url, out=options.out / policy, name=policy)
+                reports[policy], records[policy] = run(own)
+            if reports[policy]["interrupted"]:
+                break
+    finally:
+        if reports:  # also if a later one fails
+            _write_comparison(options.out, reports, records)
     return reports
+
+
+def _write_comparison(
+    out: Path, reports: Mapping[str, Json], records: Mapping[str, Sequence[TurnRecord]]
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.json").write_text(json.dumps(reports, indent=2) + "\n")
+    (out / "comparison.html").write_text(comparison_page(reports, records), encoding="utf-8")
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class Prober:
     def _check(self, answer: httpx.Response) -> None:
         if answer.status_code == httpx.codes.OK:
             return
-        told = f"{self._url}{answer.request.url.path} answered {answer.status_code}"
+        told = f"{answer.request.url} answered {answer.status_code}"
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise ProbeError(f"{told}: name the variable with the API key by --api-key-env")
         raise ProbeError(f"{told}: {answer.text[:300]}")

@@ -87,8 +87,7 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
     )  # what is wrong with it is told before a server is asked for anything
     key = _read_key(options.api_key_env)
     options = replace(options, url=normalise_url(options.url))
-    _prepare(options.out)
-    with Prober(options.url, key) as prober:
+    with _prepared(options.out), Prober(options.url, key) as prober:
         probe = prober.probe(
             options.settings.model or None,
             has_tools=options.settings.preset is Preset.AGENTS and options.settings.has_tools,
@@ -151,13 +150,21 @@ def _read_key(name: str | None) -> str | None:
     return key
 
 
-def _prepare(out: Path) -> None:
+@contextmanager
+def _prepared(out: Path) -> Iterator[None]:
+    """Make a run's folder. If the block fails before anything is in it, nothing is left of it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in (REPORT_FILE, PAGE_FILE, ROWS_FILE, GENERATOR_FILE, LOG_FILE):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise LoadTestError(f"--out {out}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # there is something in it
+            out.rmdir()
+        raise
 
 
 def _read_generator(out: Path) -> dict[str, Any]:

@@ -229,6 +229,8 @@ def settings_from(options: argparse.Namespace, *, seed: int) -> WorkloadSettings
     preset = Preset(options.preset or Preset.AGENTS.value)
     if preset is Preset.TRACE and options.traces is None:
         raise ValueError("--preset trace needs --traces DIR")
+    if preset is not Preset.TRACE and options.traces is not None:
+        raise ValueError("--traces: only with --preset trace")
     return WorkloadSettings(
         preset=preset,
         seed=seed if options.seed is None else options.seed,

@@ -239,6 +239,10 @@ def test_policies_are_compared_by_one_command(tmp_path: Path) -> None:
 def test_a_policy_that_is_none_is_said(tmp_path: Path) -> None:
     done = loadtest("policies", "--policies", "magic", "--out", str(tmp_path), expect=1)
     assert "`moongate up --policy magic` ended" in done.stderr
+    assert not list(tmp_path.iterdir())
+    words = ("--users", "2", "--duration", "1s", "--out", str(tmp_path))
+    loadtest("policies", "--policies", "round_robin,magic", *words, *SMALL, expect=1)
+    assert list(json.loads((tmp_path / "comparison.json").read_text())) == ["round_robin"]
     loadtest("policies", "--policies", "kv_cost,kv_cost", expect=2)
 
 
@@ -249,8 +253,9 @@ def test_a_port_that_cannot_be_is_said(words: tuple[str, ...]) -> None:
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    done = loadtest("--url", url, "--out", str(tmp_path), expect=1)
+    done = loadtest("--url", url, "--out", str(tmp_path / "run"), expect=1)
     assert f"{url} can't be reached" in done.stderr
+    assert not (tmp_path / "run").exists()
     assert "an address such as" in loadtest("--url", "nonsense", expect=1).stderr
 
 
@@ -293,3 +298,7 @@ def test_traces_that_are_not_there_are_said(tmp_path: Path) -> None:
     assert "needs --traces" in loadtest("--preset", "trace", expect=2).stderr
     missing = loadtest("--preset", "trace", "--traces", str(tmp_path / "none"), expect=1)
     assert "none: no such file or folder" in missing.stderr
+    words = ("policies", "--preset", "trace", "--traces", str(tmp_path / "none"))
+    compared = loadtest(*words, "--out", str(tmp_path / "out"), expect=1)
+    assert "none: no such file or folder" in compared.stderr
+    assert "[1/" not in compared.stdout

@@ -58,6 +58,8 @@ def test_presets_have_sizes_of_their_own_and_options_replace_them() -> None:
 def test_a_trace_preset_without_traces_is_misused() -> None:
     with pytest.raises(ValueError, match="needs --traces"):
         parse("--preset", "trace")
+    with pytest.raises(ValueError, match="--traces: only with --preset trace"):
+        parse("--traces", "/t")
 
 
 @pytest.mark.parametrize(
