@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import FastAPI
@@ -84,15 +85,12 @@ class Gateway:
         self.core = make_core(settings, chance.randrange)
         self.driver = Driver(self.core, clock, recorder)
         self._clock = clock
+        self._opened = AsyncExitStack()
         self._links: Links | None = None
         self._monitor: Monitor | None = None
-        self._prompts: PromptPipeline | None = None
         self._hot_path: HotPath | None = None
         self._pooling: Pooling | None = None
-        self._roster: Roster | None = None
-        self._seeding: Seeding | None = None
         self._state: SharedState | None = None
-        self._responses: SharedResponses | None = None
         self._exporter: TraceExporter | None = None
         self._admin: FastAPI | None = None
         self._view: LiveView | None = None
@@ -108,10 +106,14 @@ class Gateway:
         return self._monitor
 
     async def start(self) -> None:
-        """Open connections and begin to watch the instances. Call inside the event loop."""
-        settings, driver = self.settings, self.driver
+        """Open connections and begin to watch the instances. Call inside the event loop.
+
+        Raises whatever failed; then `stop` closes what has been opened.
+        """
+        settings, driver, opened = self.settings, self.driver, self._opened
         self._links = Links(settings)
-        self._prompts = PromptPipeline(
+        opened.push_async_callback(self._links.close)
+        prompts = PromptPipeline(
             mode=settings.tokenizer.mode,
             path=settings.tokenizer.path,
             budget_s=settings.tokenizer.budget_ms / 1000,
@@ -121,15 +123,16 @@ class Gateway:
             remotes=self._find_remotes,
             clock=self._clock,
         )
-        prompts = self._prompts
+        opened.callback(prompts.close)
+        opened.callback(driver.close)
         metrics = Metrics(self.core, prompts)
         self._pooling = self._make_pooling(metrics)
         self._monitor = Monitor(
             driver, self._links, settings.health, prompts, self._clock,
             opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
         )  # fmt: skip
-        if self.core.seeder is not None:
-            self._seeding = Seeding(driver, self._links, metrics.seedings)
+        opened.push_async_callback(self._monitor.close)
+        seeding = self._make_seeding(metrics)
         turns = await self._make_turns()
         metrics.watch(self._monitor, self._pooling, self._state)
         recent = RecentTurns()
@@ -141,22 +144,24 @@ class Gateway:
         divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
         self._hot_path = HotPath(
             settings, driver, self._links, prompts, metrics, turns, divergences, recent,
-            self._pooling, self._seeding, self._make_tracing(metrics),
+            self._pooling, seeding, self._make_tracing(metrics),
         )  # fmt: skip
-        self._roster = Roster(
+        opened.push_async_callback(self._hot_path.close)
+        roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
+        opened.push_async_callback(roster.close)
         self._admin = make_admin_app(
-            settings, driver, self._monitor, metrics, self.readiness, self._roster, self._pooling,
+            settings, driver, self._monitor, metrics, self.readiness, roster, self._pooling,
             self._state,
         )  # fmt: skip
-        self._admin.include_router(make_instance_routes(self._roster))
+        self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(
             make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
         )
         self._view = LiveView(
-            driver, self._roster, metrics, recent, prompts, self.readiness, self._pooling
+            driver, roster, metrics, recent, prompts, self.readiness, self._pooling
         )
         feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
         self._admin.include_router(make_live_routes(feed))
@@ -166,7 +171,7 @@ class Gateway:
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
-        self._roster.start()
+        roster.start()
 
     async def _make_turns(self) -> ResponseTurns:
         stored, shared = self.settings.responses, self.settings.state
@@ -175,9 +180,19 @@ class Gateway:
             return ResponseTurns(store, self._clock)
         timeout_s = shared.timeout_ms / 1000
         self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
+        self._opened.push_async_callback(self._state.close)
         await self._state.start()
-        self._responses = SharedResponses(store, self._state, stored.ttl_s)
-        return ResponseTurns(store, self._clock, self._responses)
+        responses = SharedResponses(store, self._state, stored.ttl_s)
+        self._opened.push_async_callback(responses.close)
+        return ResponseTurns(store, self._clock, responses)
+
+    def _make_seeding(self, metrics: Metrics) -> Seeding | None:
+        if self.core.seeder is None:
+            return None
+        assert self._links is not None
+        seeding = Seeding(self.driver, self._links, metrics.seedings)
+        self._opened.push_async_callback(seeding.close)
+        return seeding
 
     def _make_tracing(self, metrics: Metrics) -> Tracing | None:
         """Return what begins and ends traces, None where nobody takes them."""
@@ -192,6 +207,7 @@ class Gateway:
         self._exporter = TraceExporter(
             settings.otlp_endpoint, settings.otlp_headers, resource(about), metrics.note_traces
         )
+        self._opened.push_async_callback(self._exporter.close)
         return Tracing(self._exporter, settings.sample_ratio, self._clock)
 
     def _make_pooling(self, metrics: Metrics) -> Pooling | None:
@@ -202,7 +218,7 @@ class Gateway:
         store = self._pool if self._pool is not None else MemoryPool(MEMORY_POOL_BYTES)
         if settings.kind == "mooncake":
             store = MooncakeMaster(settings.master_url, timeout_s=POOL_TIMEOUT_S)
-        return Pooling(
+        pooling = Pooling(
             store,
             self.driver,
             self._clock,
@@ -216,30 +232,12 @@ class Gateway:
             ),
             on_lookup=metrics.pool_lookup_seconds.observe,
         )
+        self._opened.push_async_callback(pooling.close)
+        return pooling
 
     async def stop(self) -> None:
-        """Close everything that `start` opened."""
-        assert self._monitor is not None
-        assert self._prompts is not None
-        assert self._links is not None
-        if self._roster is not None:
-            await self._roster.close()
-        if self._hot_path is not None:
-            await self._hot_path.close()
-        if self._responses is not None:
-            await self._responses.close()
-        if self._state is not None:
-            await self._state.close()
-        if self._seeding is not None:
-            await self._seeding.close()
-        await self._monitor.close()
-        if self._pooling is not None:
-            await self._pooling.close()
-        if self._exporter is not None:
-            await self._exporter.close()
-        self.driver.close()
-        self._prompts.close()
-        await self._links.close()
+        """Close what `start` opened, the last first. What can't be closed doesn't keep the others open."""
+        await self._opened.aclose()
 
     def _find_remotes(self, model: str) -> list[EngineApi]:
         """Return the instances to be asked about prompts: those that have the model, the least loaded first."""
@@ -273,7 +271,11 @@ class Gateway:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                await self.start()
+                try:
+                    await self.start()
+                except BaseException:
+                    await self.stop()
+                    raise
                 await send({"type": "lifespan.startup.complete"})
             else:
                 await self.stop()
