@@ -2,21 +2,24 @@
 
 PYTHON = python3
 BIN = .venv/bin
-SOURCES = gateway router engine_plugins kvpool loadtest simulator cli.py engine_cli.py local_stack.py __init__.py
-LINTED = $(SOURCES) tests scripts examples benchmarks
+SOURCES = gateway router engine_plugins kvpool simulator loadtest cli.py engine_cli.py local_stack.py stack_panel.py __init__.py
+LINTED = $(SOURCES) tests scripts examples benchmarks docker
 MODEL = smollm2
 PORT = 8000
 BENCH_ROUNDS ?= 5
 BENCH_RESULTS = benchmarks/results
 
-.PHONY: help setup setup-engine setup-bench setup-sdks run run-real test e2e check bench clean
+.PHONY: help setup setup-engine setup-bench setup-sdks setup-deploy images images-test run demo run-real test e2e check bench clean
 
 help:
 	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
+	@echo "make demo         a short load on such a stack, for each of three policies; a table; a minute"
 	@echo "make run-real     gateway and 2 real vLLM engines with a 135 M-parameter model"
 	@echo "make test         unit, simulation and integration tests"
 	@echo "make e2e          tests against real vLLM engines"
 	@echo "make check        formatter, linter, types, import contracts"
+	@echo "make images       container images (docker, or buildah where no daemon is)"
+	@echo "make images-test  the services of docker-compose.yml, from their images (root, buildah)"
 	@echo "make bench        what routing costs, next to other routers (BENCH_ROUNDS=5; half an hour)"
 	@echo "                  (make run PORT=8001 for another port)"
 	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
@@ -25,8 +28,9 @@ setup: .venv/.ready
 setup-engine: .venv-engine/.ready
 setup-bench: .venv-bench/.ready
 setup-sdks: .venv-sdks/.ready
+setup-deploy: .venv-deploy/.ready
 
-.venv/.ready: requirements/gateway.txt requirements/dev.txt pyproject.toml
+.venv/.ready: requirements/gateway.txt requirements/loadtest.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) scripts/setup_venv.py
 
 .venv-bench/.ready: requirements/bench.txt
@@ -35,6 +39,9 @@ setup-sdks: .venv-sdks/.ready
 .venv-sdks/.ready: requirements/sdks.txt
 	@$(PYTHON) scripts/setup_venv.py sdks
 
+.venv-deploy/.ready: requirements/deploy.txt
+	@$(PYTHON) scripts/setup_venv.py deploy
+
 # pyproject.toml names the plugin that engines load.
 .venv-engine/.ready: requirements/engine.txt pyproject.toml scripts/setup_engine.py
 	@$(PYTHON) scripts/setup_engine.py
@@ -42,15 +49,29 @@ setup-sdks: .venv-sdks/.ready
 run: .venv/.ready
 	@$(BIN)/moongate up --port $(PORT)
 
+# One stack after the other, each with the same conversations; any free port.
+demo: .venv/.ready
+	@$(BIN)/moongate loadtest policies --policies round_robin,least_loaded,kv_cost --users 8 \
+		--duration 12s --spawn-rate 8 --think 0.3 --turns 12 --system-tokens 2000 --first-tokens 8000 \
+		--turn-tokens 800 --answer-tokens 20 --seed 1 --out demo-report
+
 run-real: .venv/.ready .venv-engine/.ready
 	@model=$$(.venv-engine/bin/python scripts/make_models.py $(MODEL) | tail -n 1) && \
 	$(BIN)/moongate up --engine vllm --engines 2 --port $(PORT) --model "$$model"
 
-test: .venv/.ready
+test: .venv/.ready .venv-deploy/.ready
 	@$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
 
 e2e: .venv/.ready .venv-engine/.ready .venv-sdks/.ready
 	@$(BIN)/python -m pytest tests/e2e -s
+
+# What this machine can build; ARGS=--all makes it a failure if that is not everything.
+images:
+	@$(PYTHON) scripts/build_images.py $(ARGS)
+
+# As root, with buildah: starts the services of docker-compose.yml from their images.
+images-test: .venv/.ready .venv-deploy/.ready images
+	@$(BIN)/python -m pytest tests/images -s
 
 check: .venv/.ready
 	@$(BIN)/ruff format --check $(LINTED)
@@ -71,4 +92,4 @@ bench: .venv/.ready .venv-bench/.ready .venv-engine/.ready
 		--json $(BENCH_RESULTS)/side_by_side.json
 
 clean:
-	rm -rf .venv .venv-bench .venv-engine .venv-sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-engine .venv-sdks .venv-deploy build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -57,6 +57,7 @@ def _make_parser() -> argparse.ArgumentParser:
     ):  # fmt: skip
         add(commands)
     add_engine_commands(commands)
+    _add_loadtest(commands)
     return parser
 
 
@@ -80,12 +81,14 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _serve(options: argparse.Namespace) -> int:
     from moongate.gateway import server
+    from moongate.gateway.logs import use_format
     from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
 
     try:
         settings = load_settings(options.config)
     except SettingsError as error:
         return _fail(*error.problems)
+    use_format(settings.observability.log_format)
     listen = ListenSettings(
         host=settings.listen.host if options.host is None else options.host,
         port=settings.listen.port if options.port is None else options.port,
@@ -142,17 +145,26 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
     parser.add_argument(
         "--pd", action="store_true", help="simulated engines: one prefills, the others decode"
     )
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE",
+        help="simulated engines: rules for what they answer (docs/simulated-engines.md)",
+    )  # fmt: skip
     parser.set_defaults(command=_up)
 
 
 def _up(options: argparse.Namespace) -> int:
     from moongate import local_stack
+    from moongate.gateway.logs import use_format
     from moongate.gateway.server import ListenError
     from moongate.router.policy import PolicyError, make_policy
+    from moongate.simulator.script import ScriptError
 
+    use_format("text")
     python: str | None = None
     if options.pd and options.engine != "sim":
         return _misused("--pd is for simulated engines")
+    if options.script is not None and options.engine != "sim":
+        return _misused("--script is for simulated engines")
     if options.pd and options.engines < 2:
         return _misused("--pd needs at least 2 engines: one prefills, the others decode")
     try:
@@ -170,12 +182,15 @@ def _up(options: argparse.Namespace) -> int:
                 policy=options.policy,
                 python=python,
                 pd=options.pd,
+                script=options.script,
             )
         )
     except PolicyError as error:
         return _misused(str(error))
     except (ListenError, local_stack.StackError) as error:
         return _fail(str(error))
+    except ScriptError as error:
+        return _fail(*str(error).splitlines())
 
 
 # --- explain --------------------------------------------------------------------------------------
@@ -246,11 +261,14 @@ def _add_sim_engine(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _sim_engine(options: argparse.Namespace) -> int:
     from moongate.simulator import server as sim
+    from moongate.simulator.script import ScriptError
 
     try:
         config = sim.config_from_arguments(options)
     except sim.SimConfigError as error:
         return _misused(str(error))
+    except ScriptError as error:
+        return _fail(*str(error).splitlines())
     return sim.run(config)
 
 
@@ -298,6 +316,18 @@ def _simulate(options: argparse.Namespace) -> int:
     except (command.SimulateError, OSError) as error:
         return _fail(str(error))
     return EXIT_OK
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def _add_loadtest(commands: Commands) -> None:  # type: ignore[type-arg]
+    try:
+        from moongate.loadtest.commands import add_loadtest_commands
+    except ModuleNotFoundError:
+        return  # in an engine's environment, as above
+
+    add_loadtest_commands(commands)
 
 
 # --- failing --------------------------------------------------------------------------------------

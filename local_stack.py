@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ from moongate.gateway.server import GatewayServer, handle_signals, listen
 from moongate.gateway.settings import Settings
 from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.engine import EngineProfile
+from moongate.simulator.script import Script, load_script
 from moongate.simulator.server import BUNDLED_TOKENIZER, SimEngine, SimEngineConfig
 from moongate.simulator.transfer import Connector, Role
+from moongate.stack_panel import show_panel, show_starting, takes_panel
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ ENGINE_START_S_MAX = 600.0
 
 ENGINE_STOP_S = 10.0
 """What an engine gets to end by itself; then its process group is killed."""
+
+POLL_S = 0.2
+"""How often it is looked whether an engine has ended."""
 
 EXAMPLE = (
     "Please tell me in one sentence what a prefix cache is good for. Only full blocks of a prompt are "
@@ -77,35 +83,61 @@ class StackOptions:
     policy: str = "kv_cost"
     python: str | None = None  # interpreter with vLLM
     pd: bool = False  # simulated engines: one prefills, the others decode
+    script: Path | None = None  # simulated engines: what they answer
 
 
 def run(options: StackOptions) -> int:
     """Start everything, say what to try, and stay until a signal. Return the exit code.
 
-    Raises: StackError, ListenError.
+    Raises: StackError, ListenError, ScriptError.
     """
     if options.model is not None and not (Path(options.model) / "tokenizer.json").is_file():
         raise StackError(
             f"--model {options.model}: no tokenizer.json there; give a model directory"
         )
     sock = listen(HOST, options.port)
-    return uvloop.run(_main(options, sock))
+    # Under nohup it stays; else it ends with its terminal.
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    try:
+        code = uvloop.run(_main(options, sock, ends_with_terminal=ends_with_terminal))
+    except asyncio.CancelledError:
+        code = 1  # stopped before it was up
+    with contextlib.suppress(OSError):
+        if takes_panel(sys.stdout):
+            print("All of it has stopped.", flush=True)
+    return code
 
 
-async def _main(options: StackOptions, sock: socket.socket) -> int:
+async def _main(options: StackOptions, sock: socket.socket, *, ends_with_terminal: bool) -> int:
     engines: list[_Engine] = []
+    stopping = (signal.SIGTERM, signal.SIGHUP) if ends_with_terminal else (signal.SIGTERM,)
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None
+    for number in stopping:
+        loop.add_signal_handler(number, main.cancel)
     try:
         engines = await _start_engines(options)
         server = GatewayServer(Gateway(_settings(options, engines), pool=_pool_of(engines)), sock)
         handle_signals(server)
-        announcing = asyncio.create_task(_announce(server, engines))
+        if ends_with_terminal:
+            loop.add_signal_handler(signal.SIGHUP, server.request_stop)
+        showing = asyncio.create_task(_show(server, engines))
         watching = [asyncio.create_task(_stop_with(engine, server)) for engine in engines]
         await server.serve()
-        for task in (announcing, *watching):
+        for task in (showing, *watching):
             task.cancel()
+        await asyncio.gather(showing, *watching, return_exceptions=True)
         return 0
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def _show(server: GatewayServer, engines: Sequence[_Engine]) -> None:
+    """Print what to try; then, on a terminal, what goes on."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        await _announce(server, engines)
+        if takes_panel(sys.stdout):
+            await show_panel(server.gateway.view.parts)
 
 
 def _settings(options: StackOptions, engines: Sequence[_Engine]) -> Settings:
@@ -151,6 +183,7 @@ async def _announce(server: GatewayServer, engines: Sequence[_Engine]) -> None:
         f"moongate is up.\n\n"
         f"  endpoint   {url}/v1   (model: {model})\n"
         f"  engines    {names}\n"
+        f"  dashboard  {url}/ui\n"
         f"  operators  {url}/admin/instances   {url}/admin/index   {url}/metrics\n\n"
         f"Try (twice: the second answer comes from the instance that holds the prefix):\n\n"
         f"  curl -i {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
@@ -189,8 +222,10 @@ async def _start_engines(options: StackOptions) -> list[_Engine]:
     if options.engine == "sim":
         return await _start_sims(names, options)
     processes = [_VllmProcess(name, options, number) for number, name in enumerate(names)]
+    is_shown = takes_panel(sys.stdout)
     try:
-        await asyncio.gather(*(process.start() for process in processes))
+        with show_starting(names) if is_shown else contextlib.nullcontext():
+            await asyncio.gather(*(process.start() for process in processes))
     except BaseException:
         await asyncio.gather(*(process.stop() for process in processes))
         raise
@@ -206,12 +241,16 @@ async def _start_sims(names: Sequence[str], options: StackOptions) -> list[_Engi
     roles = [Role.BOTH] * len(names)
     if options.pd:
         roles = [Role.PREFILL, *[Role.DECODE] * (len(names) - 1)]
+    script = None if options.script is None else load_script(options.script)
     return [
-        await _start_sim(name, role, pool, options) for name, role in zip(names, roles, strict=True)
+        await _start_sim(name, role, pool, options, script)
+        for name, role in zip(names, roles, strict=True)
     ]
 
 
-async def _start_sim(name: str, role: Role, pool: MemoryPool, options: StackOptions) -> _Engine:
+async def _start_sim(
+    name: str, role: Role, pool: MemoryPool, options: StackOptions, script: Script | None
+) -> _Engine:
     config = SimEngineConfig(
         profile=SIM_PROFILE,
         model=SIM_MODEL,
@@ -220,6 +259,7 @@ async def _start_sim(name: str, role: Role, pool: MemoryPool, options: StackOpti
         tokenizer=BUNDLED_TOKENIZER if options.model is None else Path(options.model),
         role=role,
         connector=Connector.NONE if role is Role.BOTH else Connector.MULTI,
+        script=script,
     )
     engine = SimEngine(config, pool)
     await engine.start()
@@ -248,7 +288,8 @@ class _VllmProcess:
         self._has_gpu = _has_gpu()
         self._number = number
         self._log = Path(options.python).parent.parent / f"{name}.log"
-        self._process: asyncio.subprocess.Process | None = None
+        # Not asyncio's: uvloop knows no process groups.
+        self._process: subprocess.Popen[bytes] | None = None
         self._launch = EngineLaunch(
             model=options.model,
             served_model_name=self.model_name,
@@ -265,27 +306,30 @@ class _VllmProcess:
 
     async def start(self) -> None:
         """Return when the engine answers. Raises: StackError."""
-        command = build_command(self._launch)
-        environment = {**os.environ, **command.environment}
-        if self._has_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self._number)
         began = time.monotonic()
-        with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command.argv,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,  # not a session: docs/engines.md, "Several engines on one machine"
-            )
+        self._process = self._begin()
         while not await self._answers():
-            if self._process.returncode is not None:
+            if self._process.poll() is not None:
                 raise StackError(f"{self.name} ended while starting; see {self._log}")
             if time.monotonic() - began > ENGINE_START_S_MAX:
                 raise StackError(f"{self.name} did not start in time; see {self._log}")
             await asyncio.sleep(0.5)
         print(f"{self.name} is up after {time.monotonic() - began:.0f} s", flush=True)
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        command = build_command(self._launch)
+        environment = {**os.environ, **command.environment}
+        if self._has_gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = str(self._number)
+        with self._log.open("wb") as log:
+            return subprocess.Popen(  # noqa: S603 - our own words, no shell
+                command.argv,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # not a session: docs/engines.md, "Several engines on one machine"
+            )
 
     async def _answers(self) -> bool:
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as client:
@@ -296,19 +340,20 @@ class _VllmProcess:
 
     async def wait(self) -> None:
         assert self._process is not None
-        await self._process.wait()
+        while self._process.poll() is None:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
         """Let the engine end by itself, which frees its shared memory; then kill what is left."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._process.terminate()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), ENGINE_STOP_S)
+            async with asyncio.timeout(ENGINE_STOP_S):
+                await self.wait()
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended already
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self.wait()
 
 
 def _free_ports(count: int) -> list[int]:

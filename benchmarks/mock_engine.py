@@ -247,7 +247,9 @@ def make_fixed_answers(publisher: Publisher | None) -> dict[str, bytes]:
         "/server_info": about,
     }
     return {path: make_response(_encode(value)) for path, value in values.items()} | {
-        path: make_response(b"") for path in ("/health", "/ping", "/health_generate")
+        path: make_response(b"")
+        # The last is of a collector of traces, which it is as well.
+        for path in ("/health", "/ping", "/health_generate", "/v1/traces")
     }
 
 

@@ -124,7 +124,7 @@ class Reader:
             waiting_max=100,
             memory_bytes_max=LimitsSettings().prompt_memory_bytes_max,
             spaces=self.core.spaces,
-            remote=lambda _: None,
+            remotes=lambda _: [],
             clock=time.monotonic,
             load=lambda _: self.renderer,
         )

@@ -94,11 +94,15 @@ def _sglang_router(policy: str) -> Callable[[Place], list[str]]:
     return make_command
 
 
-def _moongate(policy: str, tokenizer: Mapping[str, str]) -> Callable[[Place], list[str]]:
+def _moongate(
+    policy: str, tokenizer: Mapping[str, str], *, has_traces: bool = False
+) -> Callable[[Place], list[str]]:
     def make_command(place: Place) -> list[str]:
         file = place.folder / "moongate.yaml"
         # JSON is YAML, with every string quoted: a bare `off` would be false.
         settings = make_moongate_settings(policy, tokenizer, place)
+        if has_traces:
+            settings["observability"] = {"otlp_endpoint": place.engines[0].url}
         file.write_text(json.dumps(settings, indent=1), encoding="utf-8")
         return [str(MOONGATE), "serve", "-c", str(file)]
 
@@ -131,6 +135,8 @@ SGLANG = "sglang-router:cache_aware"
 OURS_ROUND_ROBIN = "moongate:round_robin"
 OURS_KV_COST = "moongate:kv_cost"
 OURS_KV_COST_IDS = "moongate:kv_cost+ids"
+OURS_ROUND_ROBIN_TRACES = "moongate:round_robin+traces"
+OURS_KV_COST_TRACES = "moongate:kv_cost+traces"
 
 ROUTERS = (
     Router(ROUND_ROBIN, _vllm_router("round_robin"), VLLM_ROUTER),
@@ -144,6 +150,18 @@ ROUTERS = (
     Router(
         OURS_KV_COST_IDS,
         _moongate("kv_cost", {"mode": "local", "forward_ids": "on"}),
+        MOONGATE,
+        needs_tokenizer=True,
+    ),
+    # The same two with every request traced.
+    Router(
+        OURS_ROUND_ROBIN_TRACES,
+        _moongate("round_robin", {"mode": "off"}, has_traces=True),
+        MOONGATE,
+    ),
+    Router(
+        OURS_KV_COST_TRACES,
+        _moongate("kv_cost", {"mode": "local", "forward_ids": "off"}, has_traces=True),
         MOONGATE,
         needs_tokenizer=True,
     ),

@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from fastapi import Request
 
@@ -46,7 +47,8 @@ def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
         raise GatewayError(
             403, "without auth.admin_key_env, changes are taken from this machine only", "forbidden"
         )
-    passed_on = next((name for name in PASSED_ON if name in headers), None)
+    own = "origin" if _is_own_page(headers) else None
+    passed_on = next((name for name in PASSED_ON if name in headers and name != own), None)
     if passed_on is not None:
         raise GatewayError(
             403,
@@ -56,8 +58,22 @@ def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
         )
 
 
+def _is_own_page(headers: Mapping[str, str]) -> bool:
+    """Tell whether a browser on this machine calls for a page of this very gateway: the dashboard.
+
+    The page's address must name this machine by itself. A name that somebody else's server lets point here
+    would make that server's page one of the gateway's.
+    """
+    host = headers.get("host", "")
+    name = urlsplit(f"//{host}").hostname or ""
+    return headers.get("origin") == f"http://{host}" and (name == "localhost" or _is_loop(name))
+
+
 def _is_loopback(request: Request) -> bool:
-    host = request.client.host if request.client is not None else ""
+    return _is_loop(request.client.host if request.client is not None else "")
+
+
+def _is_loop(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -18,12 +19,13 @@ from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
-from moongate.gateway.metrics import UNMATCHED_ROUTE, Metrics
+from moongate.gateway.metrics import UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
 from moongate.gateway.settings import Settings
-from moongate.router import Role, Tier
+from moongate.gateway.shared_state import SharedState
+from moongate.router import Holder, Role, Tier
 from moongate.router.fleet import InstanceState
 
 
@@ -42,6 +44,7 @@ def make_admin_app(
     readiness: Readiness,
     roster: Roster,
     pooling: Pooling | None = None,
+    state: SharedState | None = None,
 ) -> FastAPI:
     """Return the application for everything that is not proxied."""
     app = FastAPI(
@@ -58,20 +61,26 @@ def make_admin_app(
             try:
                 guard.check(request)
             except GatewayError as error:
-                return _error_response(error.status, error.body(), error.headers)
-        return await call_next(request)
+                return _refusal(error)
+        answer = await call_next(request)
+        if request.url.path.startswith("/v1/"):
+            # By the route's template, never by what the client wrote in its place.
+            template = getattr(request.scope.get("route"), "path", UNMATCHED_ROUTE)
+            metrics.requests.add(1, template, UNKNOWN_MODEL, str(answer.status_code))
+        return answer
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """The process is alive. `degraded` names what it has to do without."""
-        is_without_pool = pooling is not None and not pooling.health.is_up
-        return {"status": "ok", **({"degraded": ["pool"]} if is_without_pool else {})}
+        lacking = _lacking(pooling, state)
+        return {"status": "ok", **({"degraded": lacking} if lacking else {})}
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether a request could be routed now, and if not, why."""
-        reasons = _unready_reasons(driver, readiness)
-        body = {"ready": not reasons, "reasons": reasons}
+        """Whether a request could be routed now, and if not, why. `degraded`: as in `/health`."""
+        reasons, lacking = unready_reasons(driver, readiness), _lacking(pooling, state)
+        degraded = {"degraded": lacking} if lacking else {}
+        body = {"ready": not reasons, "reasons": reasons, **degraded}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
     @app.get("/metrics")
@@ -88,7 +97,7 @@ def make_admin_app(
     @app.get("/admin/instances")
     async def instances() -> dict[str, Any]:
         """Address, origin, state, role, trust, load and tokens held, of each instance."""
-        return {"instances": [_instance_as_json(driver, roster, state) for state in core.fleet]}
+        return {"instances": [instance_as_json(driver, roster, state) for state in core.fleet]}
 
     @app.get("/admin/index")
     async def index() -> dict[str, Any]:
@@ -96,9 +105,17 @@ def make_admin_app(
         pool = {"pool": pooling.as_json()} if pooling is not None else {}
         return {**_index_as_json(driver, monitor), **pool}
 
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        """A parameter has a value that it can't have."""
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        refusal = GatewayError(400, f"{name}: {first['msg']}", "invalid_request", name)
+        return _refusal(refusal)
+
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
-        return _error_response(error.status, error.body(), error.headers)
+        return _refusal(error)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: ClientDisconnect) -> Response:
@@ -107,12 +124,17 @@ def make_admin_app(
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> Response:
-        metrics.requests.add(1, UNMATCHED_ROUTE, "unknown", str(error.status_code))
+        if not request.url.path.startswith("/v1/"):  # those are counted where they are answered
+            metrics.requests.add(1, UNMATCHED_ROUTE, UNKNOWN_MODEL, str(error.status_code))
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         body = error_body(message, error.status_code, _code_of(error.status_code))
         return _error_response(error.status_code, body, error.headers or {})
 
     return app
+
+
+def _refusal(error: GatewayError) -> Response:
+    return _error_response(error.status, error.body(), error.headers)
 
 
 def _error_response(status: int, body: bytes, headers: Mapping[str, str]) -> Response:
@@ -123,7 +145,14 @@ def _code_of(status: int) -> str:
     return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
 
 
-def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
+def _lacking(pooling: Pooling | None, state: SharedState | None) -> list[str]:
+    """Return what should be there and doesn't answer: requests are served all the same."""
+    lacks_pool = pooling is not None and not pooling.health.is_up
+    lacks_redis = state is not None and not state.is_up
+    return ["pool"] * lacks_pool + ["redis"] * lacks_redis
+
+
+def unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
     reasons: list[str] = []
     if readiness.is_draining:
         reasons.append("the gateway is stopping")
@@ -137,8 +166,11 @@ def _unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
     return reasons
 
 
-def _instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> dict[str, Any]:
+def instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> dict[str, Any]:
+    """Return what `/admin/instances` says of an instance. Tokens of each cache, by tier."""
     core, listing = driver.core, roster.describe(state.spec.id)
+    size = core.candidates.block_size_tokens(state)
+    blocks = state.facts.capacity_blocks if state.facts is not None else None
     return {
         "id": state.spec.id,
         "url": listing.url,
@@ -148,26 +180,35 @@ def _instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> d
         "weight": state.spec.weight,
         "state": _state_of(state, driver.clock()),
         "models": [card.name for card in state.facts.models] if state.facts is not None else [],
+        "block_size_tokens": size,
+        "capacity_tokens": blocks * size if blocks is not None and size is not None else None,
         "caches": [
             {
                 "rank": holder.rank,
                 "trust": core.sources.trust(holder).name.lower(),
                 "active_requests": core.loads.get(holder).active_requests,
                 "queued_prefill_tokens": core.loads.get(holder).queued_prefill_tokens,
-                "tokens_held": _tokens_held(driver, state, str(holder)),
+                "tokens_held": _tokens_held(driver, holder, size),
+                "predicted_tokens": _predicted_tokens(driver, holder, size),
             }
             for holder in state.holders
         ],
     }
 
 
-def _tokens_held(driver: Driver, state: InstanceState, holder_name: str) -> dict[str, int]:
-    core = driver.core
-    size = core.candidates.block_size_tokens(state)
-    holder = next((h for h in core.index.holders if str(h) == holder_name), None)
-    if holder is None or size is None:
+def _tokens_held(driver: Driver, holder: Holder, block_size_tokens: int | None) -> dict[str, int]:
+    index = driver.core.index
+    if block_size_tokens is None or not index.has_holder(holder):
         return {tier.value: 0 for tier in Tier}
-    return {tier.value: core.index.count(holder, tier) * size for tier in Tier}
+    return {tier.value: index.count(holder, tier) * block_size_tokens for tier in Tier}
+
+
+def _predicted_tokens(driver: Driver, holder: Holder, block_size_tokens: int | None) -> int:
+    """Return what is assumed beyond that, after forwards that no event has confirmed yet."""
+    index = driver.core.index
+    if block_size_tokens is None or not index.has_holder(holder):
+        return 0
+    return index.predicted_count(holder) * block_size_tokens
 
 
 def _state_of(state: InstanceState, now: float) -> str:

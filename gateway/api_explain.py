@@ -10,20 +10,19 @@ from fastapi.responses import JSONResponse
 
 from moongate.gateway.admin_guard import read_body
 from moongate.gateway.aliases import Aliases
-from moongate.gateway.body import find_session_key, find_user, parse_body
+from moongate.gateway.body import name_session, parse_body
 from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
-from moongate.gateway.legs import may_hand_over, stays_whole
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import decision_as_json
+from moongate.gateway.request_reading import RequestReader
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.routes import PROXIED, PromptKind, Route
 from moongate.gateway.settings import Settings
-from moongate.router import Request as RouterRequest
 from moongate.router import RequestId
 
 
@@ -37,6 +36,7 @@ def make_explain_route(
 ) -> APIRouter:
     """Return the route of the dry run."""
     router, aliases = APIRouter(), Aliases(settings.models.aliases)
+    reader = RequestReader(settings, driver)
 
     @router.post("/admin/explain")
     async def explain(request: Request, route: str | None = None) -> JSONResponse:
@@ -48,37 +48,34 @@ def make_explain_route(
         asked = _route_of(raw, route)
         body, _ = aliases.resolve(parse_body(raw, asked), asked)
         if asked.kind is PromptKind.RESPONSES:
-            body = turns.begin(body, asked).body
-        assert body.model is not None
-        cards = driver.core.fleet.model_cards()
-        if body.model not in cards:
-            raise GatewayError(404, "the model does not exist", "model_not_found", "model")
+            body = (await turns.begin(body, asked)).body
+        model = reader.find_model(body)
         read = await prompts.read(asked, body)
         headers = read_headers(request.scope["headers"])
-        session_key = find_session_key(headers, body, settings.session.header)
+        policy = reader.find_policy(headers)
+        would_be = reader.request(RequestId("explain"), asked, body, headers, read, model, policy)
         diverges: Divergence | None = None
-        if session_key and read.fields and read.prompt:
-            salt = read_salt(body)
-            diverges = divergences.explain(session_key, body.model, read.fields, salt, read.prompt)
-        hands_over = driver.core.fleet.has_prefill(body.model)
-        would_be = RouterRequest(
-            id=RequestId("explain"),
-            model=body.model,
-            prompt=read.prompt,
-            is_prompt_missing=read.fallback is not None,
-            session_key=session_key,
-            tie_key=find_user(body),
-            may_hand_over=hands_over and may_hand_over(asked, body),
-            stays_whole=hands_over and stays_whole(asked, body),
-        )
-        if pooling is not None and read.prompt is not None:
-            known = PromptTokens(read.prompt, read.tokens, read_salt(body), cards[body.model])
+        if would_be.session_key and read.fields and read.prompt:
+            diverges = divergences.explain(
+                would_be.session_key, model, read.fields, read_salt(body), read.prompt
+            )
+        if pooling is not None and read.prompt is not None and not read.has_media:
+            known = PromptTokens(
+                read.prompt, read.tokens, read_salt(body), driver.core.fleet.model_cards()[model]
+            )
             would_be = await pooling.enrich(would_be, known)
         decision = driver.core.explain(would_be, driver.clock())
         if decision is None:
-            raise GatewayError(503, "no instance can take the request now", "no_instance")
+            raise reader.unavailable()
         divergence = diverges.as_json() if diverges is not None else None
-        told = {"fallback": read.fallback, "divergence": divergence}
+        told = {
+            "model": model,
+            "session": name_session(would_be.session_key)
+            if would_be.session_key is not None
+            else None,
+            "fallback": read.fallback,
+            "divergence": divergence,
+        }
         return JSONResponse({**decision_as_json(decision), **told})
 
     return router

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
 
 from moongate.gateway.background import Background
-from moongate.gateway.response_turns import NO_TENANT, ResponseTurns
+from moongate.gateway.response_turns import ResponseTurns
 
 JSON = "application/json"
 
@@ -15,20 +18,30 @@ def make_response_routes(turns: ResponseTurns, background: Background) -> APIRou
     routes = APIRouter()
 
     @routes.get("/v1/responses/{response_id}")
-    async def retrieve(response_id: str) -> Response:
-        """Return a stored response. 404: unknown, expired, or not stored."""
-        return Response(turns.find(response_id, "response_id").response, media_type=JSON)
+    async def retrieve(
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """Return a stored response. 404: unknown, expired, or not stored.
+
+        `stream`: the events of one in the background, those to come included, behind the one whose
+        `sequence_number` is `starting_after`.
+        """
+        if stream:
+            events = await background.follow(response_id, starting_after)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return Response((await turns.find(response_id, "response_id")).response, media_type=JSON)
 
     @routes.delete("/v1/responses/{response_id}")
     async def forget(response_id: str) -> dict[str, object]:
         """Forget a stored response; responses that continue it stay whole."""
-        turns.find(response_id, "response_id")
-        turns.store.remove(NO_TENANT, response_id)
+        await background.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
         """End what runs in the background; a client just closes the others."""
-        return Response(background.cancel(response_id), media_type=JSON)
+        return Response(await background.cancel(response_id), media_type=JSON)
 
     return routes

@@ -6,31 +6,43 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import FastAPI
 
+from moongate import __version__
 from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
+from moongate.gateway.api_live import make_live_routes
 from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
-from moongate.gateway.divergence import Divergences
+from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import clean_request_id, make_request_id, read_headers
 from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
+from moongate.gateway.live import LiveFeed
+from moongate.gateway.live_view import LiveView
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
+from moongate.gateway.otlp import resource
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.recent_turns import RecentTurns
+from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_state import SharedState
+from moongate.gateway.trace_export import TraceExporter
+from moongate.gateway.tracing import Tracing
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
@@ -73,14 +85,20 @@ class Gateway:
         self.core = make_core(settings, chance.randrange)
         self.driver = Driver(self.core, clock, recorder)
         self._clock = clock
+        self._opened = AsyncExitStack()
         self._links: Links | None = None
         self._monitor: Monitor | None = None
-        self._prompts: PromptPipeline | None = None
         self._hot_path: HotPath | None = None
         self._pooling: Pooling | None = None
-        self._roster: Roster | None = None
-        self._seeding: Seeding | None = None
+        self._state: SharedState | None = None
+        self._exporter: TraceExporter | None = None
         self._admin: FastAPI | None = None
+        self._view: LiveView | None = None
+
+    @property
+    def view(self) -> LiveView:
+        assert self._view is not None, "the gateway has not been started"
+        return self._view
 
     @property
     def monitor(self) -> Monitor:
@@ -88,53 +106,109 @@ class Gateway:
         return self._monitor
 
     async def start(self) -> None:
-        """Open connections and begin to watch the instances. Call inside the event loop."""
-        settings, driver = self.settings, self.driver
+        """Open connections and begin to watch the instances. Call inside the event loop.
+
+        Raises whatever failed; then `stop` closes what has been opened.
+        """
+        settings, driver, opened = self.settings, self.driver, self._opened
         self._links = Links(settings)
-        self._prompts = PromptPipeline(
+        opened.push_async_callback(self._links.close)
+        prompts = PromptPipeline(
             mode=settings.tokenizer.mode,
             path=settings.tokenizer.path,
             budget_s=settings.tokenizer.budget_ms / 1000,
             waiting_max=settings.limits.queue_requests_max,
             memory_bytes_max=settings.limits.prompt_memory_bytes_max,
             spaces=self.core.spaces,
-            remote=self._find_remote,
+            remotes=self._find_remotes,
             clock=self._clock,
         )
-        prompts = self._prompts
+        opened.callback(prompts.close)
+        opened.callback(driver.close)
         metrics = Metrics(self.core, prompts)
         self._pooling = self._make_pooling(metrics)
         self._monitor = Monitor(
             driver, self._links, settings.health, prompts, self._clock,
             opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
         )  # fmt: skip
-        metrics.watch(self._monitor, self._pooling)
-        if self.core.seeder is not None:
-            self._seeding = Seeding(driver, self._links, metrics.seedings)
-        stored = settings.responses
-        turns = ResponseTurns(ResponseStore(stored.ttl_s, stored.bytes_max), self._clock)
-        divergences = Divergences(
-            metrics.note_divergence, keeps_text=settings.observability.keep_text
-        )
+        opened.push_async_callback(self._monitor.close)
+        seeding = self._make_seeding(metrics)
+        turns = await self._make_turns()
+        metrics.watch(self._monitor, self._pooling, self._state)
+        recent = RecentTurns()
+
+        def note_divergence(found: Divergence) -> None:
+            metrics.note_divergence(found)
+            recent.note_divergence(found, self._clock())
+
+        divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
         self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, turns, divergences, self._pooling,
-            self._seeding,
+            settings, driver, self._links, prompts, metrics, turns, divergences, recent,
+            self._pooling, seeding, self._make_tracing(metrics),
         )  # fmt: skip
-        self._roster = Roster(
+        opened.push_async_callback(self._hot_path.close)
+        roster = Roster(
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
+        opened.push_async_callback(roster.close)
         self._admin = make_admin_app(
-            settings, driver, self._monitor, metrics, self.readiness, self._roster, self._pooling,
+            settings, driver, self._monitor, metrics, self.readiness, roster, self._pooling,
+            self._state,
         )  # fmt: skip
-        self._admin.include_router(make_instance_routes(self._roster))
+        self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(
             make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
         )
+        self._view = LiveView(
+            driver, roster, metrics, recent, prompts, self.readiness, self._pooling
+        )
+        feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
+        self._admin.include_router(make_live_routes(feed))
+        self._admin.include_router(make_decision_route(self._hot_path.recent))
+        if self._exporter is not None:
+            self._exporter.start()
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
-        self._roster.start()
+        roster.start()
+
+    async def _make_turns(self) -> ResponseTurns:
+        stored, shared = self.settings.responses, self.settings.state
+        store = ResponseStore(stored.ttl_s, stored.bytes_max)
+        if shared.url is None:
+            return ResponseTurns(store, self._clock)
+        timeout_s = shared.timeout_ms / 1000
+        self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
+        self._opened.push_async_callback(self._state.close)
+        await self._state.start()
+        responses = SharedResponses(store, self._state, stored.ttl_s)
+        self._opened.push_async_callback(responses.close)
+        return ResponseTurns(store, self._clock, responses)
+
+    def _make_seeding(self, metrics: Metrics) -> Seeding | None:
+        if self.core.seeder is None:
+            return None
+        assert self._links is not None
+        seeding = Seeding(self.driver, self._links, metrics.seedings)
+        self._opened.push_async_callback(seeding.close)
+        return seeding
+
+    def _make_tracing(self, metrics: Metrics) -> Tracing | None:
+        """Return what begins and ends traces, None where nobody takes them."""
+        settings = self.settings.observability
+        if settings.otlp_endpoint is None:
+            return None
+        about = {
+            "service.name": "moongate",
+            "service.version": __version__,
+            "service.instance.id": make_request_id(),
+        }
+        self._exporter = TraceExporter(
+            settings.otlp_endpoint, settings.otlp_headers, resource(about), metrics.note_traces
+        )
+        self._opened.push_async_callback(self._exporter.close)
+        return Tracing(self._exporter, settings.sample_ratio, self._clock)
 
     def _make_pooling(self, metrics: Metrics) -> Pooling | None:
         settings = self.settings.pool
@@ -144,7 +218,7 @@ class Gateway:
         store = self._pool if self._pool is not None else MemoryPool(MEMORY_POOL_BYTES)
         if settings.kind == "mooncake":
             store = MooncakeMaster(settings.master_url, timeout_s=POOL_TIMEOUT_S)
-        return Pooling(
+        pooling = Pooling(
             store,
             self.driver,
             self._clock,
@@ -158,34 +232,23 @@ class Gateway:
             ),
             on_lookup=metrics.pool_lookup_seconds.observe,
         )
+        self._opened.push_async_callback(pooling.close)
+        return pooling
 
     async def stop(self) -> None:
-        """Close everything that `start` opened."""
-        assert self._monitor is not None
-        assert self._prompts is not None
-        assert self._links is not None
-        if self._roster is not None:
-            await self._roster.close()
-        if self._hot_path is not None:
-            await self._hot_path.close()
-        if self._seeding is not None:
-            await self._seeding.close()
-        await self._monitor.close()
-        if self._pooling is not None:
-            await self._pooling.close()
-        self.driver.close()
-        self._prompts.close()
-        await self._links.close()
+        """Close what `start` opened, the last first. What can't be closed doesn't keep the others open."""
+        await self._opened.aclose()
 
-    def _find_remote(self, model: str) -> EngineApi | None:
-        """Return an instance to be asked for token ids: the least loaded that has the model."""
+    def _find_remotes(self, model: str) -> list[EngineApi]:
+        """Return the instances to be asked about prompts: those that have the model, the least loaded first."""
         instances = self.core.fleet.available(model, self._clock(), ())
         if not instances or self._links is None:
-            return None
-        least = min(
-            instances, key=lambda i: sum(self.core.loads.get(h).active_requests for h in i.holders)
+            return []
+        loads = self.core.loads
+        by_load = sorted(
+            instances, key=lambda i: sum(loads.get(h).active_requests for h in i.holders)
         )
-        return self._links.get(least.spec.id).api
+        return [self._links.get(instance.spec.id).api for instance in by_load]
 
     async def answer(self, client: ClientRequest) -> None:
         """Answer a request for a proxied route."""
@@ -208,7 +271,11 @@ class Gateway:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                await self.start()
+                try:
+                    await self.start()
+                except BaseException:
+                    await self.stop()
+                    raise
                 await send({"type": "lifespan.startup.complete"})
             else:
                 await self.stop()

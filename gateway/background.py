@@ -1,7 +1,8 @@
 """Responses in the background: answered like any other, for a client that asks for them later.
 
 The gateway computes them, so they need no store in the engine, can be repeated elsewhere until their first byte,
-and are told by whichever route tells stored responses. Their client has an object with their id at once.
+and are told by whichever route tells stored responses. Their client has an object with their id at once, or, where
+it asked for a stream, the events as they come: they are kept, so it may leave and go on later where it was.
 """
 
 from __future__ import annotations
@@ -9,21 +10,36 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import orjson
 
 from moongate.gateway.body import Body
-from moongate.gateway.client import Client, RawHeaders
-from moongate.gateway.errors import GatewayError
-from moongate.gateway.json_edits import read_top_level
-from moongate.gateway.response_turns import ResponseTurn, ResponseTurns, no_items
-from moongate.gateway.routes import Route
+from moongate.gateway.client import Client
+from moongate.gateway.collected import Collected
+from moongate.gateway.errors import GatewayError, failed_event
+from moongate.gateway.json_edits import read_top_level, with_field, with_objects
+from moongate.gateway.response_sharing import SharedResponses
+from moongate.gateway.response_store import StoredResponse
+from moongate.gateway.response_turns import (
+    NO_TENANT,
+    RUNNING,
+    ResponseTurn,
+    ResponseTurns,
+    no_items,
+)
+from moongate.gateway.sse import split_events
 
 RUNNING_MAX = 1024
 """More are refused: nobody waits for them, so nothing else holds their number down."""
+
+POLL_S = 0.5
+"""How often replicas look at what others say of a response."""
+
+CANCEL_POLLS = 6
 
 _ECHOED: Mapping[str, Any] = {
     "instructions": None, "metadata": None, "parallel_tool_calls": True,
@@ -33,41 +49,15 @@ _ECHOED: Mapping[str, Any] = {
 """Fields of a request that its response repeats, with their defaults."""
 
 
-class Collected:
-    """A client that waits for nothing: takes an answer to its end."""
+@dataclass(slots=True)
+class Run:
+    """A response that is computed. `announced`: what it is before anything is known of it."""
 
-    def __init__(self, asked: Client, body: bytes) -> None:
-        self.route: Route = asked.route
-        self.method = asked.method
-        self.target = asked.target
-        self.headers: RawHeaders = asked.headers
-        self.has_started = False
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
-        self.status = 0
-        self.is_whole = False
-        self._body = body
-        self._pieces: list[bytes] = []
-
-    @property
-    def answer(self) -> bytes:
-        return b"".join(self._pieces)
-
-    def take_body(self) -> bytes:
-        return self._body
-
-    def start(self, status: int, headers: RawHeaders) -> None:
-        self.status, self.has_started = status, True
-
-    def write(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-
-    def finish(self, piece: bytes = b"") -> None:
-        self._pieces.append(piece)
-        self.is_whole = True
-
-    def break_off(self) -> None:
-        """Leave `is_whole` unset."""
+    id: str
+    announced: dict[str, Any]
+    turn: ResponseTurn
+    collected: Collected
+    is_stream: bool
 
 
 class Background:
@@ -78,74 +68,177 @@ class Background:
     ) -> None:
         self._turns = turns
         self._answer = answer
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._informing: asyncio.Task[None] | None = None
+        if turns.shared is not None:
+            turns.shared.running = self._running.keys()
 
     @staticmethod
     def takes(body: Body) -> bool:
         """Tell whether a body asks for this. Without a store it can't; the engine will say so."""
         return body.top.get("background") is True and body.top.get("store", True) is True
 
-    def begin(self, client: Client, raw: bytes, body: Body) -> bytes:
-        """Return the response as it is at first. `raw`: the body as the client sent it.
-
-        Raises: GatewayError (400, 404, 503).
-        """
-        if body.is_stream:
-            message = "stream: not with background; ask GET /v1/responses/{id} for it"
-            raise GatewayError(400, message, "invalid_request", "stream")
-        if len(self._running) >= RUNNING_MAX:
+    async def begin(self, client: Client, raw: bytes, body: Body) -> Run:
+        """Begin a response. `raw`: the body as the client sent it. Raises: GatewayError (400, 404, 503)."""
+        if len(self._running) >= RUNNING_MAX or self._held_bytes() > self._turns.store.bytes_max:
             message = "too many responses run in the background"
             raise GatewayError(503, message, "queue_full", headers={"retry-after": "1"})
-        turn = self._turns.begin(body, client.route)
+        if not self._turns.store.bytes_max:
+            message = "background: not here, where no responses are kept"
+            raise GatewayError(400, message, "invalid_request", "background")
+        turn = await self._turns.begin(body, client.route)
         if turn.own_items is None:
             raise no_items()
         response_id = f"resp_{secrets.token_hex(16)}"
         announced = _announced(response_id, body)
-        self._put(turn, {**announced, "status": "in_progress"})
-        collected = Collected(client, _in_foreground(raw, response_id))
-        task = asyncio.create_task(self._run(response_id, collected, turn, announced))
-        self._running[response_id] = task
+        foreground = _in_foreground(raw, response_id)
+        collected = Collected(client, foreground, is_stream=body.is_stream, edit=_in_background)
+        run = Run(response_id, announced, turn, collected, body.is_stream)
+        try:
+            self._put(run, {**announced, "status": "in_progress"})
+        except orjson.JSONEncodeError as error:
+            message = "the body is nested too deeply to be answered in the background"
+            raise GatewayError(400, message, "invalid_request") from error
+        task = asyncio.create_task(self._run(run))
+        self._running[response_id] = run, task
         task.add_done_callback(lambda _: self._running.pop(response_id, None))
-        return orjson.dumps(announced)
+        self._keep_others_informed()
+        return run
 
-    def cancel(self, response_id: str) -> bytes:
+    async def cancel(self, response_id: str) -> bytes:
         """End a response that is still computed; return it. Raises: GatewayError (400, 404)."""
-        stored = self._turns.find(response_id, "response_id")
-        task = self._running.pop(response_id, None)
-        if task is None:
-            message = "Cannot cancel a response that is complete, or not in the background."
-            raise GatewayError(400, message, "invalid_request", "response_id")
+        stored = await self._turns.find(response_id, "response_id")
+        if response_id in self._running and stored.is_running:
+            return self._cancel(response_id, stored)
+        if stored.is_running and self._turns.shared is not None:
+            await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
+            for _ in range(CANCEL_POLLS):
+                await asyncio.sleep(POLL_S)
+                stored = await self._turns.find(response_id, "response_id")
+                if not stored.is_running:
+                    return stored.response
+            message = "the replica that computes it does not answer"
+            raise GatewayError(503, message, "replica_unreachable", headers={"retry-after": "1"})
+        message = "Cannot cancel a response that is complete, or not in the background."
+        raise GatewayError(400, message, "invalid_request", "response_id")
+
+    def _cancel(self, response_id: str, stored: StoredResponse) -> bytes:
+        run, task = self._running.pop(response_id)
         task.cancel()
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
-        return self._turns.put(cancelled, stored.input_items, stored.previous)
+        if run.is_stream:
+            run.collected.finish(failed_event(cancelled, len(run.collected.events)))
+        return self._put(run, cancelled)
+
+    async def delete(self, response_id: str) -> None:
+        """Forget a response; what still computes it ends. Raises: GatewayError (404, 503)."""
+        stored = await self._turns.find(response_id, "response_id")
+        if response_id in self._running:
+            self._drop(response_id)
+        elif stored.is_running and self._turns.shared is not None:
+            await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
+        self._turns.forget(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        """End a response of which nothing is to be kept."""
+        run, task = self._running.pop(response_id, (None, None))
+        if run is not None and task is not None:
+            task.cancel()
+            run.collected.break_off()
+
+    def forget(self, run: Run) -> None:
+        """End a response of which nobody was told."""
+        self._drop(run.id)
+        self._turns.forget(run.id)
+
+    async def follow(self, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
+        """Return a response's events behind the one of this number, those to come included.
+
+        Raises: GatewayError (400: it has none, since its client didn't ask for a stream; 404).
+        """
+        stored = await self._turns.find(response_id, "response_id")
+        seen = 0 if starting_after is None else starting_after + 1
+        run, _ = self._running.get(response_id, (None, None))
+        if run is not None and run.is_stream:
+            return run.collected.follow(seen)
+        if run is None and stored.is_running and stored.is_stream:
+            return self._follow_elsewhere(response_id, seen)
+        if not stored.events:
+            message = "stream: only for a response that was asked for with background and stream"
+            raise GatewayError(400, message, "invalid_request", "stream")
+        return _told(split_events(stored.events)[0][seen:])
+
+    async def _follow_elsewhere(self, response_id: str, seen: int) -> AsyncIterator[bytes]:
+        """Iterate over the events of a response that another replica computes, once it has."""
+        try:
+            while (stored := await self._turns.find(response_id, "response_id")).is_running:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        except GatewayError as error:  # it was deleted, or can't be asked for any more
+            failure = {"code": error.code, "message": error.message}
+            yield failed_event({"id": response_id, "status": "failed", "error": failure}, seen)
+            return
+        async for event in _told(split_events(stored.events)[0][seen:]):
+            yield event
+
+    def _keep_others_informed(self) -> None:
+        """See to it that other replicas know that responses are computed here, as long as there are any."""
+        if self._turns.shared is not None and (self._informing is None or self._informing.done()):
+            self._informing = asyncio.create_task(self._inform(self._turns.shared))
+
+    async def _inform(self, shared: SharedResponses) -> None:
+        while self._running:
+            for response_id in await shared.renew(NO_TENANT):
+                await self._heed(response_id)
+            await asyncio.sleep(POLL_S)
+
+    async def _heed(self, response_id: str) -> None:
+        """Another replica wants a response ended, or thought that this one was gone."""
+        try:
+            stored = await self._turns.find(response_id, "response_id")
+        except GatewayError as error:
+            if error.status == 404:
+                self._drop(response_id)
+            return
+        if response_id not in self._running:
+            return
+        if not stored.is_running:
+            self._drop(response_id)  # it has an end already, by which others have gone on
+        elif self._turns.shared is not None and self._turns.shared.take_cancel(response_id):
+            self._cancel(response_id, stored)
+
+    def _held_bytes(self) -> int:
+        return sum(run.collected.size_bytes for run, _ in self._running.values())
 
     async def close(self) -> None:
-        tasks = list(self._running.values())
+        tasks = [task for _, task in self._running.values()]
+        tasks += [self._informing] if self._informing is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(
-        self,
-        response_id: str,
-        collected: Collected,
-        turn: ResponseTurn,
-        announced: Mapping[str, Any],
-    ) -> None:
-        await self._answer(collected)
-        answer = _read(collected.answer)
+    async def _run(self, run: Run) -> None:
+        collected = run.collected
+        try:
+            await self._answer(collected)
+        finally:
+            collected.break_off()  # nobody waits for more
+        events = collected.events if run.is_stream else []
+        answer = _read(_last_response(events) if events else collected.answer)
         if collected.is_whole and collected.status == 200 and "output" in answer:
-            self._put(turn, {**answer, "id": response_id, "background": True})
+            self._put(run, {**answer, "id": run.id, "background": True})
             return
         error = answer.get("error")
         told = error.get("message") if isinstance(error, dict) else None
         message = told if isinstance(told, str) else "the engine broke its answer off"
         failure = {"code": "server_error", "message": message}
-        self._put(turn, {**announced, "status": "failed", "error": failure})
+        self._put(run, {**run.announced, "status": "failed", "error": failure})
 
-    def _put(self, turn: ResponseTurn, response: Mapping[str, Any]) -> None:
+    def _put(self, run: Run, response: Mapping[str, Any]) -> bytes:
+        turn, is_stream = run.turn, run.is_stream
         assert turn.own_items is not None
-        self._turns.put(response, turn.own_items, turn.previous)
+        is_over = response["status"] not in RUNNING
+        events = b"".join(run.collected.events) if is_over else b""
+        return self._turns.put(response, turn.own_items, turn.previous, events, is_stream=is_stream)
 
 
 def _announced(response_id: str, body: Body) -> dict[str, Any]:
@@ -169,6 +262,31 @@ def _in_foreground(raw: bytes, response_id: str) -> bytes:
     return msgspec.json.encode(
         {**fields, "request_id": msgspec.Raw(msgspec.json.encode(response_id))}
     )
+
+
+def _in_background(event: bytes) -> bytes:
+    """Return an event whose response says how its client asked for it: the engine was not told."""
+    return with_objects(
+        event,
+        "response",
+        "background",
+        lambda response: with_field(response, "background", lambda _: b"true"),
+    )
+
+
+def _last_response(events: Sequence[bytes]) -> bytes:
+    """Return the response object of a stream's last event that has one, empty if none of the last has."""
+    for event in reversed(events[-2:]):  # an end mark may follow
+        try:
+            return bytes(read_top_level(event.partition(b"data:")[2].strip())["response"])
+        except (msgspec.MsgspecError, KeyError, RecursionError):
+            continue
+    return b""
+
+
+async def _told(events: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield event
 
 
 def _read(answer: bytes) -> dict[str, Any]:

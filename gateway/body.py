@@ -6,6 +6,7 @@ session keys, and (in `prompt.py`) the prompt. Unknown fields always pass.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -250,6 +251,11 @@ def find_session_key(
         candidates = (body.top.get("prompt_cache_key"), user_id)
         key = next((c for c in candidates if isinstance(c, str) and c), None)
     return _as_key(key) if key is not None else None
+
+
+def name_session(session_key: str) -> str:
+    """Return what a session is called wherever its key itself should not be told: logs, receipts, spans."""
+    return hashlib.blake2s(session_key.encode(), digest_size=6).hexdigest()
 
 
 def find_user(body: Body) -> str | None:

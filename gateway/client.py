@@ -17,7 +17,9 @@ class Client(Protocol):
     method: str
     target: str
     headers: RawHeaders
+    opened_at: float  # when its head was there, by the gateway's clock
     has_started: bool
+    disconnected: bool  # it has left
     on_pause: Callable[[], None] | None
     on_resume: Callable[[], None] | None
 

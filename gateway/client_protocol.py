@@ -69,6 +69,7 @@ class ClientRequest:
         method: str,
         target: str,
         headers: RawHeaders,
+        opened_at: float,
         *,
         is_http_11: bool,
     ) -> None:
@@ -81,6 +82,7 @@ class ClientRequest:
         self.method = method
         self.target = target
         self.headers = headers
+        self.opened_at = opened_at
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self.has_started = False
@@ -345,7 +347,10 @@ class ClientProtocol(HttpToolsProtocol):
         # The path as the table has it, however the client spelled it.
         target = f"{route.template}?{query.decode('latin-1')}" if query else route.template
         method = self.parser.get_method().decode("latin-1")
-        self.cycle = ClientRequest(self, route, method, target, self.headers, is_http_11=is_http_11)
+        opened_at = self._gateway.driver.clock()
+        self.cycle = ClientRequest(
+            self, route, method, target, self.headers, opened_at, is_http_11=is_http_11
+        )
         if not self.parser.should_keep_alive():
             self.cycle.keep_alive = False
         length = next((v for n, v in self.headers if n == b"content-length"), b"0")
@@ -402,7 +407,10 @@ class ClientProtocol(HttpToolsProtocol):
             request = None
         if request is None or request.response_complete:
             route = PROXIED.get(_read_path(self.url), UNREAD_ROUTE)
-            request = self.cycle = ClientRequest(self, route, "", "", self.headers, is_http_11=True)
+            now = self._gateway.driver.clock()
+            request = self.cycle = ClientRequest(
+                self, route, "", "", self.headers, now, is_http_11=True
+            )
         self.discard()
         if isinstance(request, ClientRequest) and request.more_body:
             request.more_body = False

@@ -41,6 +41,7 @@ class Description:
     publishers: tuple[Publisher, ...]
     takes_ids: bool  # a version of vLLM that takes token ids in place of a chat's text
     has_messages: bool  # serves `/v1/messages`
+    renders: bool  # tells prompts (`/v1/…/render`)
     uses_pool: bool | None = None  # a shared store, as far as it shows
     cached_by_source: Mapping[str, float] = field(
         default_factory=dict
@@ -70,6 +71,7 @@ async def describe(link: Link) -> Description:
         publishers,
         await _find_takes_ids(link),
         await _find_has_messages(link),
+        await _has_route(link, "/v1/chat/completions/render"),
         shows_pool(metrics) if link.settings.pool is None else link.settings.pool,
         read_cached_by_source(metrics),
     )
@@ -95,11 +97,15 @@ async def _find_takes_ids(link: Link) -> bool:
 
 
 async def _find_has_messages(link: Link) -> bool:
-    """A route that takes POST only refuses a GET otherwise than one that isn't there."""
     if link.settings.messages != "auto":
         return link.settings.messages == "native"
+    return await _has_route(link, "/v1/messages")
+
+
+async def _has_route(link: Link, path: str) -> bool:
+    """A route that takes POST only refuses a GET otherwise than one that isn't there."""
     try:
-        await link.api.get_text("/v1/messages")
+        await link.api.get_text(path)
     except EngineCallFailed as error:
         if error.status is None:
             raise

@@ -7,13 +7,13 @@ text, so that a turn which shares less with it than it could is told why.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moongate.gateway.body import name_session
 from moongate.gateway.prompt_outline import (
     Cause,
     Difference,
@@ -134,6 +134,10 @@ class Divergences:
             return None
         return self._compare(session_key, model, _line_of(turn, lines), turn, prompt)
 
+    def forget(self, session_key: str, model: str) -> None:
+        """Forget a session: it has ended, and another one may take its key."""
+        self._sessions.pop((model, session_key), None)
+
     def _turn(self, fields: Mapping[str, Any], salt: str | None, prompt: Prompt) -> _Turn | None:
         space, chain = next(iter(prompt.chains.items()), (TEXT_SPACE, ()))
         if space == TEXT_SPACE or not prompt.is_exact or not chain:
@@ -159,7 +163,7 @@ class Divergences:
         difference = find_difference(before.outline, turn.outline, self._texts)
         if difference is None:
             difference = Difference(Cause.TEMPLATE)
-        name = hashlib.blake2s(session_key.encode(), digest_size=6).hexdigest()
+        name = name_session(session_key)
         return Divergence(name, model, could, shared_tokens, difference)
 
     def _report(self, found: Divergence) -> None:

@@ -66,12 +66,15 @@ class EngineApi:
             content = orjson.dumps(body)
         except orjson.JSONEncodeError as error:  # nested more deeply than it writes
             raise EngineCallFailed(f"/tokenize: {error}") from error
-        answer = await self._call("POST", "/tokenize", content, timeout_s)
-        value = _parse("/tokenize", answer.content)
+        value = await self.post_json("/tokenize", content, timeout_s)
         tokens = value.get("tokens") if isinstance(value, dict) else None
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise EngineCallFailed('/tokenize: expected a list of integers in "tokens"')
         return tokens
+
+    async def post_json(self, path: str, content: bytes, timeout_s: float | None = None) -> object:
+        """Return the answer to a JSON body. Raises: EngineCallFailed."""
+        return _parse(path, (await self._call("POST", path, content, timeout_s)).content)
 
     async def close(self) -> None:
         await self._client.aclose()

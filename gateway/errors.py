@@ -79,14 +79,19 @@ def stream_error_events(
         case ApiFamily.ANTHROPIC:
             return b"event: error\ndata: " + error_body(message, 502, code, family=family) + b"\n\n"
         case ApiFamily.RESPONSES:
-            failed = _failed_response(message, first, last)
-            return b"event: response.failed\ndata: " + orjson.dumps(failed) + b"\n\n"
+            return failed_event(*_failed_response(message, first, last))
         case ApiFamily.OPENAI:
             return b"data: " + error_body(message, 502, code) + b"\n\ndata: [DONE]\n\n"
 
 
-def _failed_response(message: str, first: bytes, last: bytes) -> dict[str, Any]:
-    """Return the event by which a response fails: the one that was announced, as far as it was."""
+def failed_event(response: Mapping[str, Any], sequence_number: int) -> bytes:
+    """Return the event by which the stream of a response ends that does not complete."""
+    event = {"type": "response.failed", "sequence_number": sequence_number, "response": response}
+    return b"event: response.failed\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
+def _failed_response(message: str, first: bytes, last: bytes) -> tuple[dict[str, Any], int]:
+    """Return the response that fails, as far as it was announced, and the number of the event."""
     numbers = _SEQUENCE_NUMBER.findall(last) or _SEQUENCE_NUMBER.findall(first)
     response = {
         "object": "response",
@@ -95,8 +100,7 @@ def _failed_response(message: str, first: bytes, last: bytes) -> dict[str, Any]:
         "status": "failed",
         "error": {"code": "server_error", "message": message},
     }
-    number = int(numbers[-1]) + 1 if numbers else 0
-    return {"type": "response.failed", "sequence_number": number, "response": response}
+    return response, int(numbers[-1]) + 1 if numbers else 0
 
 
 def _announced_response(first: bytes) -> Mapping[str, Any]:

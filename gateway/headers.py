@@ -33,6 +33,7 @@ NEVER_FORWARDED = HOP_BY_HOP | REPLACED_IN_REQUESTS
 NEVER_FORWARDED_OR_SECRET = NEVER_FORWARDED | CREDENTIALS
 NEVER_ANSWERED = HOP_BY_HOP | {b"date"}
 REQUEST_ID_CHARS_MAX = 128
+SESSION_END = "x-moongate-session-end"
 
 
 def read_headers(raw: RawHeaders) -> dict[str, str]:
@@ -107,3 +108,8 @@ def clean_request_id(given: str | None) -> str | None:
     if not given or len(given) > REQUEST_ID_CHARS_MAX:
         return None
     return given if all("!" <= char <= "~" for char in given) else None
+
+
+def ends_session(headers: Mapping[str, str]) -> bool:
+    """Tell whether a client says that no other turn of its session follows."""
+    return headers.get(SESSION_END, "").lower() in ("1", "true")

@@ -15,20 +15,23 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+import orjson
+
+from moongate.gateway.account import Account, Observers
 from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.background import Background
 from moongate.gateway.body import (
     Body,
-    find_session_key,
-    find_user,
     parse_body,
     without_key,
 )
 from moongate.gateway.bootstrap import Bootstraps
 from moongate.gateway.client import Client
+from moongate.gateway.collected import follow_into
 from moongate.gateway.divergence import Divergences
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.gateway.errors import GatewayError, stream_error_events
+from moongate.gateway.failures import as_gateway_error, describe
 from moongate.gateway.handing_over import (
     FAILURES,
     HandoffResult,
@@ -46,15 +49,18 @@ from moongate.gateway.headers import (
 )
 from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, with_params
 from moongate.gateway.json_edits import Edit
-from moongate.gateway.legs import may_hand_over, one_token_body, stays_whole
+from moongate.gateway.legs import one_token_body
 from moongate.gateway.links import Link, Links
+from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
-from moongate.gateway.metrics import UNKNOWN_MODEL, Metrics
+from moongate.gateway.metrics import SHED_CODES, Metrics
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
+from moongate.gateway.recent import RecentReceipts
+from moongate.gateway.recent_turns import RecentTurns
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -62,6 +68,7 @@ from moongate.gateway.relaying import (
     relay_events,
     wrap_text_error,
 )
+from moongate.gateway.request_reading import RequestReader
 from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
 from moongate.gateway.routes import WITH_CHOICES, ApiFamily, PromptKind
 from moongate.gateway.seeding import Seeding
@@ -71,14 +78,8 @@ from moongate.gateway.stream_usage import (
     with_usage_asked,
     without_usage_events,
 )
-from moongate.gateway.upstream import (
-    Answer,
-    NoConnection,
-    PoolFull,
-    TimedOut,
-    Unreachable,
-    UpstreamError,
-)
+from moongate.gateway.tracing import QUEUE, RECEIVE, ROUTE, TOKENISE, Tracing
+from moongate.gateway.upstream import Answer, UpstreamError
 from moongate.gateway.usage import UsageReader
 from moongate.router import (
     FailureKind,
@@ -95,7 +96,6 @@ from moongate.router import (
     RequestFinished,
     RequestFirstByte,
     RequestId,
-    Role,
 )
 from moongate.router import PrefillFailed as PrefillFailedEvent
 from moongate.router.handoff import TransferParams
@@ -105,14 +105,11 @@ logger = logging.getLogger(__name__)
 NOT_READ = ReadPrompt(None)
 """Of a prompt at which the policy doesn't look."""
 
-SHED_CODES = frozenset(
-    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
-)
-"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
-
 ADOPTED_MAX = 128
 """Past so many hand-offs whose clients have left, requests are not handed over any more: a prompt that is
 computed where it is decoded ends with its client."""
+
+_STOPS = "the gateway is stopping"
 
 CLIENT_LEFT_STATUS = 499
 """Counted for a request whose client left; nobody receives it."""
@@ -134,9 +131,13 @@ class HotPath:
         metrics: Metrics,
         turns: ResponseTurns,
         divergences: Divergences,
+        seen: RecentTurns,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self.recent = RecentReceipts(settings.observability.decisions_max)
+        self.observers = Observers(metrics, self.recent, seen, tracing, driver.clock)
         self.turns = turns
         self.background = Background(turns, self.answer)
         self.divergences = divergences
@@ -147,6 +148,7 @@ class HotPath:
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
+        self.reader = RequestReader(settings, driver)
         self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
@@ -205,11 +207,10 @@ class _Exchange:
         self._headers = read_headers(client.headers)
         given_id = clean_request_id(self._headers.get("x-request-id"))
         self._client_id = given_id or make_request_id()
-        self._began = path.driver.clock()
-        self._model_label = UNKNOWN_MODEL
+        self._account = Account(
+            path.observers, client.route, self._client_id, self._headers, client.opened_at
+        )
         self._is_reserved = False  # the core waits for our RequestFinished
-        self._has_first_byte = False
-        self._is_counted = False
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
         self._known: PromptTokens | None = None  # for the pool, where there is one
@@ -220,48 +221,70 @@ class _Exchange:
         self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
+        self._is_stream = False  # of events, and it has begun
 
     # --- the steps --------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Parse, route, relay. A cancellation means that the client has left."""
+        trace = self._account.trace
+        trace_id = trace.trace_id if trace is not None else None
+        REQUEST.set(LoggedRequest(self._client_id, trace_id))  # of this task, which is only for it
         try:
             self._check_method()
             raw = self._client.take_body()
             parsed = self._parse(raw)
             if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
-                self._answer_later(raw, parsed)
+                await self._answer_later(raw, parsed)
                 return
-            body = self._body = self._begin_turn(parsed)
+            body = self._body = await self._begin_turn(parsed)
+            self._account.phase_ended(RECEIVE)
             self._has_one_choice = body.top.get("n") in (None, 1)
             request = await self._read_request(body)
             if not self._path.driver.is_settled(request):
                 await self._settle(request)
-            if self._path.pooling is not None and self._read.prompt is not None:
+            if self._path.pooling is not None and self._read.is_nameable:
                 self._known = self._name_blocks(self._read, body)
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
-            await self._forward(self._handle_arrival(request))
+            await self._forward(self._handle_arrival(request), request, body)
         except GatewayError as error:
             self.refuse(error)
         except Exception:
-            logger.exception("request %s: a bug of ours", self._client_id)
+            logger.exception("a bug of ours")
             if self._client.has_started:
                 self._client.break_off()
             else:
                 self.refuse(GatewayError(500, "the gateway failed", "internal_error"))
         except asyncio.CancelledError:
             self._finish(Outcome.CLIENT_LEFT)
-            if not self._is_counted:  # else it has all it wanted
-                logger.info("request %s: the client left", self._client_id)
-                self._count(CLIENT_LEFT_STATUS)
+            if not self._account.is_counted:  # else it has all it wanted
+                self._end_early()
             raise
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
             if self._path.seeding is not None:
                 self._path.seeding.forget(self._id)
+
+    def _end_early(self) -> None:
+        """The request is cancelled: its client has left, or the gateway stops and has waited enough."""
+        client = self._client
+        if client.disconnected:
+            logger.info("the client left")
+            self._account.count(CLIENT_LEFT_STATUS)
+            return
+        logger.warning("ended, since the gateway stops")
+        if not client.has_started:
+            self.refuse(_stopping())
+            return
+        self._account.broken_off()
+        self._account.count(200)
+        if self._is_stream:
+            client.finish(stream_error_events(_STOPS, "gateway_stopping", self._route.family))
+        else:
+            client.break_off()
 
     def _check_method(self) -> None:
         method = self._client.method
@@ -286,15 +309,35 @@ class _Exchange:
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
         return body
 
-    def _answer_later(self, raw: bytes, body: Body) -> None:
-        """Tell the client what to ask for, and compute it meanwhile. Raises: GatewayError."""
-        self._model_label = self._find_model(body)
-        told = self._path.background.begin(self._client, raw, body)
-        self._answer_with(200, told, {})
+    async def _answer_later(self, raw: bytes, body: Body) -> None:
+        """Tell the client what to ask for, or what comes, of an answer that goes on without it.
+
+        It is counted when it ends. Raises: GatewayError.
+        """
+        self._account.model_label = self._path.reader.find_model(body)
+        background = self._path.background
+        run = await background.begin(self._client, raw, body)
+        self._account.is_counted = True
+        if not run.is_stream:
+            self._answer_with(200, orjson.dumps(run.announced), {})
+            return
+        collected = run.collected
+        try:
+            await collected.begun()
+        except asyncio.CancelledError:
+            background.forget(run)  # its client can't know its name
+            raise
+        if collected.status == 200:
+            await follow_into(collected, self._client)
+            return
+        await collected.ended()
+        self._client.start(collected.status or 500, collected.answer_headers)
+        self._client.finish(collected.answer)
 
     def _answer_with(self, status: int, body: bytes, extra: Mapping[str, str]) -> None:
         """Answer by ourselves, in JSON."""
-        self._count(status)
+        if not self._account.is_counted:
+            self._account.count(status)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -304,83 +347,45 @@ class _Exchange:
         self._client.start(status, response_headers((), headers))
         self._client.finish(body)
 
-    def _begin_turn(self, body: Body) -> Body:
+    async def _begin_turn(self, body: Body) -> Body:
         """Return the body with all that it continues. Raises: GatewayError (404)."""
         if self._route.kind is not PromptKind.RESPONSES:
             return body
-        turn = self._path.turns.begin(body, self._route)
+        turn = await self._path.turns.begin(body, self._route)
         self._turn = None if turn.is_plain else turn
         return turn.body
 
     async def _read_request(self, body: Body) -> Request:
         """Return the request as routing sees it. Raises: GatewayError."""
-        model = self._model_label = self._find_model(body)
-        policy = self._find_policy()
-        if self._path.driver.core.get_policy(policy).reads_prompts:
+        path = self._path
+        model = self._account.model_label = path.reader.find_model(body)
+        policy = path.reader.find_policy(self._headers)
+        if path.driver.core.get_policy(policy).reads_prompts:
             self._read = await self._read_prompt(body)
-        session_key = find_session_key(self._headers, body, self._path.settings.session.header)
-        if session_key is not None:
-            self._note_turn(session_key, model, body)
-        hands_over = self._path.driver.core.fleet.has_prefill(model)
-        return Request(
-            id=self._id,
-            model=model,
-            prompt=self._read.prompt,
-            is_prompt_missing=self._read.fallback is not None,
-            session_key=session_key,
-            tie_key=find_user(body),
-            policy=policy,
-            may_hand_over=(
-                hands_over and self._path.adopted < ADOPTED_MAX and may_hand_over(self._route, body)
-            ),
-            stays_whole=hands_over and self._stays_whole(body, model),
+        self._account.phase_ended(TOKENISE)
+        request = path.reader.request(
+            self._id,
+            self._route,
+            body,
+            self._headers,
+            self._read,
+            model,
+            policy,
+            has_room=path.adopted < ADOPTED_MAX,
         )
+        if request.session_key is not None:
+            self._account.session_key = request.session_key
+            self._note_turn(request.session_key, request, body)
+        return request
 
-    def _note_turn(self, session_key: str, model: str, body: Body) -> None:
+    def _note_turn(self, session_key: str, request: Request, body: Body) -> None:
         """Let it be noticed if the turn does not begin like its session's last."""
+        divergences, model = self._path.divergences, request.model
         fields, prompt = self._read.fields, self._read.prompt
         if fields is not None and prompt is not None:
-            self._path.divergences.note(session_key, model, fields, read_salt(body), prompt)
-
-    def _find_model(self, body: Body) -> str:
-        """Return the model that the request is for. Raises: GatewayError (404, 400, 503)."""
-        cards = self._path.driver.core.fleet.model_cards()
-        if body.model is None:
-            if len(cards) == 1:
-                return next(iter(cards))
-            raise GatewayError(
-                400, "model: missing; several are served", "invalid_request", "model"
-            )
-        if body.model in cards:
-            return body.model
-        fleet = list(self._path.driver.core.fleet)
-        if not fleet or any(instance.facts is None for instance in fleet):
-            raise self._unavailable()
-        raise GatewayError(
-            404, f"the model {body.model[:200]!r} does not exist", "model_not_found", "model"
-        )
-
-    def _stays_whole(self, body: Body, model: str) -> bool:
-        """Tell whether only an instance that does both can serve it. Raises: GatewayError (400)."""
-        if not stays_whole(self._route, body):
-            return False
-        serving = self._path.driver.core.fleet.serving(model)
-        if any(instance.spec.role is Role.BOTH for instance in serving):
-            return True
-        name = "echo" if body.top.get("prompt_logprobs") is None else "prompt_logprobs"
-        message = f"{name}: not possible here, where prompts and answers are computed apart"
-        raise GatewayError(400, message, "invalid_request", name)
-
-    def _find_policy(self) -> str | None:
-        """Return the policy that the request asks for, where the operator allows that."""
-        name = self._headers.get("x-moongate-policy")
-        if name is None or not self._path.settings.policy.allow_override:
-            return None
-        if not self._path.driver.core.has_policy(name):
-            raise GatewayError(
-                400, f"x-moongate-policy: unknown policy {name[:64]!r}", "invalid_request"
-            )
-        return name
+            divergences.note(session_key, model, fields, read_salt(body), prompt)
+        if request.ends_session:
+            divergences.forget(session_key, model)
 
     async def _read_prompt(self, body: Body) -> ReadPrompt:
         """Return what is known of the prompt."""
@@ -405,8 +410,10 @@ class _Exchange:
 
     def _handle_arrival(self, request: Request) -> Forward:
         began = self._path.driver.clock()
+        self._account.phase_ended(QUEUE)
         command = self._path.driver.handle(RequestArrived(request))
         self._path.metrics.route_seconds.observe(self._path.driver.clock() - began)
+        self._account.phase_ended(ROUTE)
         match command:
             case Forward():
                 self._is_reserved = True
@@ -414,25 +421,20 @@ class _Exchange:
             case Reject(reason=RejectReason.UNKNOWN_MODEL):
                 raise GatewayError(404, "the model does not exist", "model_not_found", "model")
             case Reject():
-                raise self._unavailable(command.retry_after_s)
+                raise self._path.reader.unavailable(command.retry_after_s)
             case _:
                 raise AssertionError(command)
 
-    def _unavailable(self, retry_after_s: float | None = None) -> GatewayError:
-        seconds = max(1, round(retry_after_s or self._path.settings.health.interval_s))
-        return GatewayError(
-            503, "no instance can take the request now", RejectReason.NO_INSTANCE.value,
-            headers={"retry-after": str(seconds)},
-        )  # fmt: skip
-
-    async def _forward(self, forward: Forward) -> None:
+    async def _forward(self, forward: Forward, request: Request, body: Body) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
         while True:
-            self._note_forward(forward)
+            self._account.forwarded(forward, request, is_stream=body.is_stream)
             opened: Opened | None = None
             failure: UpstreamError | None = None
             try:
                 opened = await self._attempt(forward)
+                status = opened.answer.status
+                self._account.attempted(forward, str(status) if status >= 500 else None)
                 command: RequestCommand | None = None
                 if opened.answer.status >= 500:
                     command = self._report(FailureKind.STATUS, opened.answer.status)
@@ -441,16 +443,22 @@ class _Exchange:
                     return
             except UpstreamError as error:
                 failure = error
+                self._account.attempted(forward, FAILURES[type(error)].value)
                 command = self._report(FAILURES[type(error)])
             except PrefillFailed as error:
                 failure = error.cause
+                self._account.attempted(forward, error.kind.value)
                 command = self._report(error.kind, error.status, is_prefill=True)
+            except asyncio.CancelledError:
+                if opened is None:
+                    self._account.attempted(forward, "client_left")
+                raise
             finally:
                 if opened is not None:
                     opened.answer.close()
             if not isinstance(command, Forward):
                 self._release_owed()
-                raise _as_gateway_error(failure)
+                raise as_gateway_error(failure)
             forward = command
 
     async def _attempt(self, forward: Forward) -> Opened:
@@ -484,7 +492,7 @@ class _Exchange:
         if self._bridge is not None:
             raw, target = self._bridge.body, self._bridge.path
         if is_one_token:
-            raw = one_token_body(raw)
+            raw = one_token_body(raw, PromptKind.CHAT if self._bridge else self._route.kind)
         if is_one_token or any((self._turn, self._renaming, self._bridge)):
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]
@@ -503,17 +511,19 @@ class _Exchange:
         is_messages = self._route.family is ApiFamily.ANTHROPIC
         if not is_messages or self._path.links.has_messages(link.id):
             return None
-        manners = self._path.prompts.manners(self._model_label)
+        manners = self._path.prompts.manners(self._account.model_label)
         return bridge_for(self._route, body.fields, manners)
 
     def _headers_for(self, holder: Holder, link: Link) -> list[tuple[bytes, bytes]]:
-        return request_headers(
+        headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
             forward_credentials=self._path.settings.auth.forward_client_key,
             api_key=link.api_key,
             rank=holder.rank,
         )
+        trace = self._account.trace
+        return headers if trace is None else trace.pass_on(headers)
 
     def _ids_for(self, body: Body, link: Link) -> bytes | None:
         """Return the prompt's token ids, if the instance should get them."""
@@ -531,7 +541,7 @@ class _Exchange:
         return card.max_model_len_tokens if card is not None else None
 
     def _find_card(self) -> ModelCard | None:
-        return self._path.driver.core.fleet.model_cards().get(self._model_label)
+        return self._path.driver.core.fleet.model_cards().get(self._account.model_label)
 
     def _report(
         self, kind: FailureKind, status: int | None = None, *, is_prefill: bool = False
@@ -621,18 +631,6 @@ class _Exchange:
     def _count_handoff(self, result: HandoffResult) -> None:
         self._path.metrics.handoffs.add(1, result.value)
 
-    def _note_forward(self, forward: Forward) -> None:
-        metrics, decision = self._path.metrics, forward.decision
-        instance = forward.holder.instance_id
-        metrics.routed.add(1, instance, decision.policy, decision.reason.value)
-        if decision.prompt_tokens is not None and not forward.is_redelivery:
-            reused = decision.device_tokens + decision.pool_tokens
-            recompute = max(decision.prompt_tokens - reused, 0)
-            metrics.prompt_tokens.add(decision.device_tokens, "device")
-            if decision.pool_tokens:
-                metrics.prompt_tokens.add(decision.pool_tokens, "pool")
-            metrics.prompt_tokens.add(recompute, "recompute")
-
     def _finish(
         self,
         outcome: Outcome,
@@ -664,9 +662,14 @@ class _Exchange:
         client.on_pause, client.on_resume = answer.pause, answer.resume
         try:
             if kind is AnswerKind.EVENTS:
+                self._is_stream = True
                 end = functools.partial(self._end, answer.status, forward)
                 relayed = await relay_events(opened, client, end, edit=edit)
-                if self._bridge is not None and relayed.error is None and not self._is_counted:
+                if (
+                    self._bridge is not None
+                    and relayed.error is None
+                    and not self._account.is_counted
+                ):
                     # What it became has no end either.
                     error = UpstreamError("the stream ended without its end mark")
                     relayed = relayed._replace(last=b"", error=error)
@@ -675,13 +678,13 @@ class _Exchange:
                 relayed = await relay_body(opened, client, hides_params=hides, edit=edit)
         finally:
             client.on_pause = client.on_resume = None
-        if relayed.error is None or self._is_counted:
+        if relayed.error is None or self._account.is_counted:
             self._end(answer.status, forward, relayed.usage)
             client.finish(relayed.last)
             return
         self._break_off(answer.status, forward, relayed.error)
         if kind is AnswerKind.EVENTS:
-            message = f"the engine broke its answer off: {_describe(relayed.error)}"
+            message = f"the engine broke its answer off: {describe(relayed.error)}"
             seen = relayed.usage.tail()
             family = self._route.family
             client.finish(
@@ -744,54 +747,54 @@ class _Exchange:
     # --- counting ---------------------------------------------------------------------------------
 
     def _note_first_byte(self, opened: Opened, forward: Forward, *, shows_prefill: bool) -> None:
-        if not self._is_reserved or self._has_first_byte:
+        if not self._is_reserved or self._account.has_first_byte:
             return
-        self._has_first_byte = True
         if shows_prefill or not opened.answer.is_complete:  # else its end follows at once
             self._path.driver.handle(RequestFirstByte(self._id, shows_prefill))
-        elapsed_s = self._path.driver.clock() - self._began
-        self._path.metrics.ttft_seconds.observe(elapsed_s, forward.holder.instance_id)
+        self._account.first_byte(forward.holder.instance_id)
 
     def _break_off(self, status: int, forward: Forward, error: UpstreamError) -> None:
         """The engine ended its answer before it was complete."""
         instance = forward.holder.instance_id
-        logger.warning("request %s: %s broke its answer off: %s", self._client_id, instance, error)
+        logger.warning("%s broke its answer off: %s", instance, error)
+        self._account.broken_off()
         self._path.metrics.broken_off.add(1, instance)
         self._finish(Outcome.BROKEN_OFF)
-        self._count(status)
+        self._account.count(status)
 
     def _end(self, status: int, forward: Forward, usage: UsageReader) -> None:
         """The engine's answer is complete. The second time, after a stream's end mark, it is known."""
-        if self._is_counted:
+        if self._account.is_counted:
             return
         cached_tokens, computing = usage.cached_tokens(), forward.holder
         handoff, decision = self._handoff, forward.decision
         if handoff is not None and handoff.is_handed_over and decision.prefill is not None:
             # To the decode instance all of the prompt is cached.
             cached_tokens, computing = handoff.cached_tokens, decision.prefill.holder
-        if cached_tokens is not None:
-            self._path.metrics.delivered_cached_tokens.add(cached_tokens)
+        pool_tokens = None
         if self._known is not None and self._path.pooling is not None and status == 200:
             pool_tokens = usage.pool_tokens()
-            if pool_tokens is not None:
-                self._path.metrics.delivered_pool_tokens.add(pool_tokens)
-            expected_tokens = decision.device_tokens + decision.pool_tokens
             self._path.pooling.answered(
                 computing.instance_id,
                 self._known,
-                expected_tokens if decision.pool_tokens else 0,
+                decision.reused_tokens if decision.pool_tokens else 0,
                 # What an engine reports that another one prefilled for says nothing of the pool.
                 cached_tokens if forward.prefill is None else None,
             )
-        completion_tokens = usage.completion_tokens() if self._has_one_choice else None
+        output_tokens = usage.completion_tokens()
+        is_traced = self._account.trace is not None and not self._has_exact_prompt()
+        self._account.answered(
+            prompt_tokens=usage.prompt_tokens() if is_traced else None,
+            cached_tokens=cached_tokens,
+            pool_tokens=pool_tokens,
+            output_tokens=output_tokens,
+        )
+        completion_tokens = output_tokens if self._has_one_choice else None
         self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
-        self._count(status)
+        self._account.count(status)
 
-    def _count(self, status: int) -> None:
-        metrics = self._path.metrics
-        self._is_counted = True
-        metrics.requests.add(1, self._route.template, self._model_label, str(status))
-        metrics.e2e_seconds.observe(self._path.driver.clock() - self._began)
+    def _has_exact_prompt(self) -> bool:
+        return self._read.prompt is not None and self._read.prompt.is_exact
 
 
 def _chained(edits: Sequence[Edit]) -> Edit | None:
@@ -805,26 +808,5 @@ def _chained(edits: Sequence[Edit]) -> Edit | None:
     return edit
 
 
-def _describe(error: UpstreamError) -> str:
-    """Return what went wrong without the engine's address, which is no business of clients."""
-    match error:
-        case Unreachable():
-            return "it could not be reached"
-        case TimedOut() | NoConnection():
-            return "it did not answer in time"
-        case _:
-            return "the connection was closed"
-
-
-def _as_gateway_error(error: UpstreamError | None) -> GatewayError:
-    """Return what a client is told. None: a prefill instance answered, but not with a prefill."""
-    if error is None:
-        return GatewayError(502, "the prompt could not be computed", "prefill_failed")
-    if isinstance(error, PoolFull):
-        return GatewayError(
-            503, f"the instances' connections are all in use: {error}", "gateway_pool",
-            headers={"retry-after": "1"},
-        )  # fmt: skip
-    if isinstance(error, TimedOut | NoConnection):
-        return GatewayError(504, f"the engine failed: {_describe(error)}", "engine_timeout")
-    return GatewayError(502, f"the engine failed: {_describe(error)}", "engine_unreachable")
+def _stopping() -> GatewayError:
+    return GatewayError(503, _STOPS, "gateway_stopping", headers={"retry-after": "1"})

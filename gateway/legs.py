@@ -33,18 +33,32 @@ LEFT_OUT = frozenset(
         "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_token_offsets",
         "return_prompt_text",
         "kv_transfer_params",
+        # The same of responses (`text` is the form of the answer) and of messages.
+        "text", "background", "max_tool_calls", "stop_sequences",
     }
 )  # fmt: skip
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_ONE = msgspec.Raw(b"1")
-_FIXED = {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), "ignore_eos": msgspec.Raw(b"true")}
+_ONE, _FALSE, _TRUE = msgspec.Raw(b"1"), msgspec.Raw(b"false"), msgspec.Raw(b"true")
+_OF_CHOICES = {"max_tokens": _ONE, "stream": _FALSE, "ignore_eos": _TRUE}
+_FIXED: Mapping[PromptKind, Mapping[str, msgspec.Raw]] = {
+    PromptKind.CHAT: _OF_CHOICES,
+    PromptKind.COMPLETION: _OF_CHOICES,
+    PromptKind.RESPONSES: {
+        "max_output_tokens": _ONE, "stream": _FALSE, "store": _FALSE, "ignore_eos": _TRUE,
+    },
+    PromptKind.MESSAGES: {"max_tokens": _ONE, "stream": _FALSE},
+}  # fmt: skip
 
 _BY_LENGTH = ("length", "tool_calls")
+_BY_LENGTH_OF_MESSAGES = ("max_tokens", "tool_use")
 """How an answer ends that nothing else could end; an engine that found a call in it says so instead."""
 
+_OWN_TOOLS = ("function", "custom", "namespace")
+"""Tools of responses that the client runs. With others the engine computes several answers in a row."""
 
-def one_token_body(raw: bytes) -> bytes:
+
+def one_token_body(raw: bytes, kind: PromptKind) -> bytes:
     """Return a request's body as one for a single token and no stream; its prompt stays as it is.
 
     The text has been parsed before, so it is an object. Raises: GatewayError (400).
@@ -55,7 +69,7 @@ def one_token_body(raw: bytes) -> bytes:
         raise GatewayError(400, "the body is nested too deeply", "invalid_request") from error
     kept = {name: value for name, value in fields.items() if name not in LEFT_OUT}
     kept |= {name: _ONE for name in _LIMITS if name in fields}
-    return msgspec.json.encode(kept | _FIXED)
+    return msgspec.json.encode({**kept, **_FIXED[kind]})
 
 
 def may_hand_over(route: Route, body: Body) -> bool:
@@ -64,13 +78,23 @@ def may_hand_over(route: Route, body: Body) -> bool:
     Several answers would each fetch the blocks of one prefill, which are kept for one.
     """
     top = body.top
-    if route.kind not in WITH_CHOICES or body.is_lenient or top.get("kv_transfer_params"):
+    if route.kind not in _FIXED or body.is_lenient or top.get("kv_transfer_params"):
         return False
+    if route.kind is PromptKind.RESPONSES:
+        return _has_own_tools(body)
     if any(top.get(name) not in (None, 1) for name in ("n", "best_of")):
         return False
     if top.get("use_beam_search") or stays_whole(route, body):
         return False
-    return route.kind is PromptKind.CHAT or _has_one_prompt(body)
+    return route.kind is not PromptKind.COMPLETION or _has_one_prompt(body)
+
+
+def _has_own_tools(body: Body) -> bool:
+    tools = body.fields.get("tools")
+    if not isinstance(tools, list):
+        return True  # there are none, or the engine says what is wrong
+    kinds = (tool.get("type") if isinstance(tool, dict) else None for tool in tools)
+    return all(kind in _OWN_TOOLS for kind in kinds)
 
 
 def _has_one_prompt(body: Body) -> bool:
@@ -97,18 +121,31 @@ class PrefillReport(NamedTuple):
 
 
 def read_prefill(answer: bytes) -> PrefillReport:
-    """Return what a prefill leg's answer says."""
+    """Return what a prefill leg's answer says, of whichever API it is."""
     try:
         value = orjson.loads(answer)
-        choice = value["choices"][0]
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
+        is_held = _ended_by_length(value)
+    except (orjson.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError):
         return PrefillReport(is_held=False)
     params = value.get("kv_transfer_params")
-    usage = value.get("usage")
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return PrefillReport(
-        isinstance(choice, dict) and choice.get("finish_reason") in _BY_LENGTH,
-        params if isinstance(params, dict) else None,
-        cached if type(cached) is int and cached >= 0 else None,
+        is_held, params if isinstance(params, dict) else None, _cached_tokens(value.get("usage"))
     )
+
+
+def _cached_tokens(usage: Any) -> int | None:
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    cached = usage.get("cache_read_input_tokens") if cached is None else cached
+    return cached if type(cached) is int and cached >= 0 else None
+
+
+def _ended_by_length(answer: Any) -> bool:
+    if answer.get("object") == "response":
+        details = answer.get("incomplete_details") or {}
+        return bool(details.get("reason") == "max_output_tokens")
+    if answer.get("type") == "message":
+        return answer.get("stop_reason") in _BY_LENGTH_OF_MESSAGES
+    return answer["choices"][0].get("finish_reason") in _BY_LENGTH

@@ -13,20 +13,36 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moongate.gateway.divergence import Divergence
+from moongate.gateway.handing_over import HandoffResult
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.prompt_outline import Cause
+from moongate.gateway.receipt import Receipt
+from moongate.gateway.seeding import SeedingResult
+from moongate.gateway.shared_state import SharedState
 from moongate.gateway.tallies import Distribution, Tally
-from moongate.router import RouterCore, Tier
+from moongate.gateway.trace_export import TraceResult
+from moongate.router import FailureKind, RouterCore, Tier
+
+SHED_CODES = frozenset(
+    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
+)
+"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
 
 UNKNOWN_MODEL = "unknown"
 UNMATCHED_ROUTE = "unmatched"
 
-SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SECONDS_BUCKETS = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 4, 6, 10, 15, 20, 30, 60, 120, 300, 600,
+)  # fmt: skip
+"""From a prefix that is held, to 180 K tokens computed on one GPU (some 20 s) or on a processor."""
+
 DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05)
 SETTLE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 POOL_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
-TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1)
+TOKENIZE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 4)
+TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536, 131_072, 262_144)
 
 
 class Metrics:
@@ -68,6 +84,11 @@ class Metrics:
             "moongate_delivered_cached_tokens", "Cached prompt tokens that engines reported",
             registry=r,
         )  # fmt: skip
+        self.reuse_error_tokens = Distribution(
+            "moongate_reuse_error_tokens",
+            "By how many tokens an engine's reported reuse was less or more than routing expected",
+            ["direction"], buckets=TOKEN_BUCKETS, registry=r,
+        )  # fmt: skip
         self.delivered_pool_tokens = Tally(
             "moongate_delivered_pool_tokens",
             "Prompt tokens that engines reported to have from the pool", registry=r,
@@ -102,6 +123,9 @@ class Metrics:
             "moongate_prefix_lost_tokens", "Prompt tokens that could not be reused for that",
             ["cause"], registry=r,
         )  # fmt: skip
+        self.traces = Tally(
+            "moongate_traces", "Traces recorded, by what became of them", ["result"], registry=r
+        )
         self.seedings = Tally(
             "moongate_seedings", "Hot prefixes put onto one more instance, by how that ended",
             ["result"], registry=r,
@@ -110,16 +134,40 @@ class Metrics:
             "moongate_pool_lookup_seconds", "Time that a turn's look-up in the pool took",
             buckets=POOL_BUCKETS, registry=r,
         )  # fmt: skip
+        self._begin_at_zero()
         r.register(_CurrentState(core, prompts))
+
+    def _begin_at_zero(self) -> None:
+        """Let what is alarming when it first happens be there before it does."""
+        self.prompt_tokens.begin("device", "pool", "recompute")
+        self.rejected.begin(*sorted(SHED_CODES))
+        self.retries.begin(*(kind.value for kind in FailureKind))
+        self.handoffs.begin(*(result.value for result in HandoffResult))
+        self.divergences.begin(*(cause.value for cause in Cause))
+        self.diverged_tokens.begin(*(cause.value for cause in Cause))
+        self.seedings.begin(*(result.value for result in SeedingResult))
+        self.traces.begin(*(result.value for result in TraceResult))
+
+    def note_reuse(self, receipt: Receipt) -> None:
+        """Compare what was expected with what the engine reported, if it did."""
+        error = receipt.reuse_error_tokens
+        if error is not None:
+            direction = "exact" if error == 0 else "less" if error < 0 else "more"
+            self.reuse_error_tokens.observe(abs(error), direction)
+
+    def note_traces(self, count: int, result: TraceResult) -> None:
+        self.traces.add(count, result.value)
 
     def note_divergence(self, found: Divergence) -> None:
         cause = found.difference.cause.value
         self.divergences.add(1, cause)
         self.diverged_tokens.add(found.lost_tokens, cause)
 
-    def watch(self, monitor: Monitor, pooling: Pooling | None) -> None:
-        """Show as well what engines report of themselves, and the pool if there is one."""
-        self.registry.register(_Reported(monitor, pooling))
+    def watch(
+        self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None = None
+    ) -> None:
+        """Show as well what engines report of themselves, and the pool and Redis if there are any."""
+        self.registry.register(_Reported(monitor, pooling, state))
 
 
 class _CurrentState(Collector):
@@ -190,14 +238,21 @@ class _CurrentState(Collector):
 class _Reported(Collector):
     """What engines and the pool say of themselves."""
 
-    def __init__(self, monitor: Monitor, pooling: Pooling | None) -> None:
+    def __init__(
+        self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None
+    ) -> None:
         self._monitor = monitor
         self._pooling = pooling
+        self._state = state
 
     def collect(self) -> Iterable[Metric]:
         yield self._cached_tokens()
         if self._pooling is not None:
             yield from _pool_metrics(self._pooling)
+        if self._state is not None:
+            yield GaugeMetricFamily(
+                "moongate_redis_up", "1 if Redis answers", float(self._state.is_up)
+            )
 
     def _cached_tokens(self) -> Metric:
         cached = CounterMetricFamily(

@@ -205,7 +205,11 @@ class Monitor:
             # An adapter's root is its own directory; its prompts are made with the base model's.
             root = next(iter(roots), None) if card.is_adapter else card.root
             way = await self._prompts.learn(
-                card.name, root, watch.link.api, takes_ids=description.takes_ids
+                card.name,
+                root,
+                watch.link.api,
+                takes_ids=description.takes_ids,
+                renders=description.renders,
             )
             if watch.tokenized_as.get(card.name) != way:
                 logger.info("instance %s, model %s: tokenised %s", watch.link.id, card.name, way)

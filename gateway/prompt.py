@@ -27,6 +27,7 @@ from moongate.engine_plugins.vllm_render import (
 )
 from moongate.gateway.body import Body
 from moongate.gateway.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.engine_rendering import EngineRendering
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.parity import PromptForm, form_of, probe
 from moongate.gateway.prompt_fields import (
@@ -89,6 +90,12 @@ class ReadPrompt:
     fields: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     # The ids, where they were not made here.
     packed: bytes | None = field(default=None, compare=False, repr=False)
+    has_media: bool = False
+
+    @property
+    def is_nameable(self) -> bool:
+        """Tell whether the pool can be asked for its blocks: ids alone don't name those of images."""
+        return self.prompt is not None and not self.has_media
 
     def tokens(self) -> bytes:
         """Return the ids of a prompt that is known exactly, packed."""
@@ -121,7 +128,8 @@ class _Model:
 
 
 class PromptPipeline:
-    """Reads prompts. `spaces(model)` and `remote(model)` ask the router and the fleet."""
+    """Reads prompts. `spaces(model)` and `remotes(model)` ask the router and the fleet: engines that have
+    the model, the least loaded first."""
 
     def __init__(
         self,
@@ -132,7 +140,7 @@ class PromptPipeline:
         waiting_max: int,
         memory_bytes_max: int,
         spaces: Callable[[str], Iterable[BlockSpace]],
-        remote: Callable[[str], EngineApi | None],
+        remotes: Callable[[str], Iterable[EngineApi]],
         clock: Callable[[], float],
         load: Callable[[Path], ModelRenderer] = ModelRenderer.load,
     ) -> None:
@@ -142,13 +150,14 @@ class PromptPipeline:
         self._budget_s = budget_s
         self._waiting_max = waiting_max
         self._spaces = spaces
-        self._remote = remote
+        self._remotes = remotes
         self._clock = clock
         self._models: dict[str, _Model] = {}
         self._renderers: dict[Path, ModelRenderer] = {}
         self._failed_at: dict[Path, float] = {}
         self._takers: set[EngineApi] = set()
         self._loading = asyncio.Lock()
+        self._rendering = EngineRendering(budget_s)
         self._tokenizing = Tokenizing(budget_s=budget_s, memory_bytes_max=memory_bytes_max)
         self.waiting = 0
 
@@ -158,18 +167,25 @@ class PromptPipeline:
     # --- which way --------------------------------------------------------------------------------
 
     async def learn(
-        self, model: str, root: str | None, api: EngineApi, *, takes_ids: bool = False
+        self,
+        model: str,
+        root: str | None,
+        api: EngineApi,
+        *,
+        takes_ids: bool = False,
+        renders: bool = False,
     ) -> str:
         """Find out how an instance's model is tokenised: `local`, `remote` or `none`.
 
         Called for each instance that serves it. What one contradicts of the local tokenizer is
         tokenised locally for none: better asked than wrong. One that can't be asked now has no say:
         what it said before it may have said as another process. `takes_ids`: the engine is known to
-        take ids in place of a text.
+        take ids in place of a text. `renders`: it has routes that tell prompts.
         """
         (self._takers.add if takes_ids else self._takers.discard)(api)
         if self._mode == "off":
             return "none"
+        self._rendering.note(api, renders=renders and self._mode != "local")
         known = self._models.setdefault(model, _Model(is_told=self._mode == "local"))
         loaded = None if self._mode == "remote" else await self._load(self._path or root)
         if loaded is not None:
@@ -184,6 +200,7 @@ class PromptPipeline:
     def forget(self, api: EngineApi) -> None:
         """Forget an instance that is here no more."""
         self._takers.discard(api)
+        self._rendering.note(api, renders=False)
         for known in self._models.values():
             known.verdicts.pop(api, None)
 
@@ -291,7 +308,7 @@ class PromptPipeline:
             form = form_of(fields)
             renderer = known.renderer_for(form)
             if renderer is not None:
-                read = await self._read_here(route, body, fields, renderer, form)
+                read = await self._read_locally(route, body, fields, renderer, form)
                 return replace(read, fields=fields)
             if known.has_remote:
                 return replace(await self._read_remotely(body, fields), fields=fields)
@@ -299,6 +316,9 @@ class PromptPipeline:
         except TimeoutError:
             reason = "budget"
         except PromptUnsupported as error:
+            told = await self._read_by_engine(route, body, error.reason)
+            if told is not None:
+                return told
             reason = error.reason
         except (PromptRefused, RecursionError):
             reason = "refused"  # the engine will say so better than we can
@@ -312,7 +332,17 @@ class PromptPipeline:
             raise PromptUnsupported("truncation")
         return self._prompt_of(given_ids(prompt_fields(route, body.fields, None)["prompt"]), body)
 
-    async def _read_here(
+    async def _read_by_engine(self, route: Route, body: Body, reason: str) -> ReadPrompt | None:
+        """Return what an engine tells of a prompt that isn't known here; None: none does."""
+        assert body.model is not None
+        engines, spaces = self._remotes(body.model), self._exact_spaces(body)
+        told = await self._rendering.read(route, body, reason, engines, spaces)
+        if told is None:
+            return None
+        prompt, tokens, media = told
+        return ReadPrompt(prompt, packed=tokens, has_media=bool(media))
+
+    async def _read_locally(
         self,
         route: Route,
         body: Body,
@@ -321,26 +351,40 @@ class PromptPipeline:
         form: PromptForm,
     ) -> ReadPrompt:
         """Raises: PromptRefused, PromptUnsupported."""
-        size, reason, salt = len(body.raw), "budget", read_salt(body)
         try:
-            text, special = await self._render(renderer, fields, size)
+            text, special = await self._render(renderer, fields, len(body.raw))
             tokenized = await self._tokenizing.tokenize(
-                renderer, text, add_special_tokens=special, salt=salt
+                renderer, text, add_special_tokens=special, salt=read_salt(body)
             )
         except PromptUnsupported as error:
             tagged = with_tags(fields)
             if tagged is None:
                 raise
-            reason = error.reason
-            text, special = await self._render(renderer, tagged, size)
-            beginning, *others = text.split(NO_TEXT_TAG)
-            if not others:
-                raise  # the template leaves it out
-            tokenized = await self._tokenizing.tokenize_beginning(
-                renderer, beginning, add_special_tokens=special, salt=salt
-            )
-            following = sum(map(len, others)) + len(others) * IMAGE_BYTES
-            tokenized = replace(tokenized, unknown_bytes=tokenized.unknown_bytes + following)
+            told = await self._read_by_engine(route, body, error.reason)
+            if told is not None:
+                return told
+            tokenized = await self._tokenize_beginning(body, tagged, renderer)
+            return self._read_pieces(route, body, tokenized, form, error.reason)
+        return self._read_pieces(route, body, tokenized, form, "budget")
+
+    async def _tokenize_beginning(
+        self, body: Body, tagged: Mapping[str, Any], renderer: ModelRenderer
+    ) -> Tokenized:
+        """Return a prompt up to the first of its images. Raises: PromptRefused, PromptUnsupported."""
+        text, special = await self._render(renderer, tagged, len(body.raw))
+        beginning, *others = text.split(NO_TEXT_TAG)
+        if not others:
+            raise PromptUnsupported("multimodal")  # the template leaves it out
+        tokenized = await self._tokenizing.tokenize_beginning(
+            renderer, beginning, add_special_tokens=special, salt=read_salt(body)
+        )
+        following = sum(map(len, others)) + len(others) * IMAGE_BYTES
+        return replace(tokenized, unknown_bytes=tokenized.unknown_bytes + following)
+
+    def _read_pieces(
+        self, route: Route, body: Body, tokenized: Tokenized, form: PromptForm, reason: str
+    ) -> ReadPrompt:
+        """Return what was tokenised. `reason`: why, if that isn't all."""
         prompt = self._prompt_of_pieces(tokenized, body)
         if prompt.is_exact:
             return ReadPrompt(prompt, tokenized=tokenized, form=form)
@@ -374,7 +418,7 @@ class PromptPipeline:
     async def _ask_engine(self, model: str, fields: Mapping[str, Any]) -> Sequence[int]:
         if any(fields.get(name) is not None for name in REMOTE_UNKNOWN_FIELDS):
             raise PromptUnsupported("remote_fields")
-        api = self._remote(model)
+        api = next(iter(self._remotes(model)), None)
         if api is None:
             raise PromptUnsupported("no_tokenizer")
         body = {name: fields[name] for name in REMOTE_FIELDS if name in fields}

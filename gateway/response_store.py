@@ -24,13 +24,16 @@ class StoredResponse:
     input_items: bytes
     output_items: bytes
     response: bytes  # the object, as its client got it
+    events: bytes = b""  # whole ones, of a stream
+    version: str = ""  # tells what was kept under one id, one after the other, apart
+    is_stream: bool = False  # that can be told again
     is_running: bool = False  # in the background; nothing can continue it yet
     used_at: float = 0.0
     _uses: int = field(default=0, init=False)  # by the store, and by responses that continue it
 
     @property
     def size_bytes(self) -> int:
-        texts = (self.input_items, self.output_items, self.response)
+        texts = (self.input_items, self.output_items, self.response, self.events)
         return OVERHEAD_BYTES + sum(map(len, texts))
 
     def line(self) -> Iterator[StoredResponse]:
@@ -54,7 +57,7 @@ class ResponseStore:
 
     def __init__(self, ttl_s: float, bytes_max: int) -> None:
         self._ttl_s = ttl_s
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self.bytes_used = 0
 
@@ -80,12 +83,12 @@ class ResponseStore:
         """Keep a response, in place of one with the same id; none that is too long with those before it."""
         self._expire(now)
         self.remove(response.tenant, response.id)
-        if sum(one.size_bytes for one in response.line()) > self._bytes_max:
+        if sum(one.size_bytes for one in response.line()) > self.bytes_max:
             return  # all others would go for it, and then itself
         response.used_at = now
         self._responses[response.tenant, response.id] = response
         self._hold(response)
-        while self.bytes_used > self._bytes_max:
+        while self.bytes_used > self.bytes_max:
             self._release(self._responses.popitem(last=False)[1])
 
     def remove(self, tenant: str, response_id: str) -> bool:

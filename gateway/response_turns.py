@@ -8,6 +8,7 @@ client can see their end. See decision 15.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ import orjson
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.json_edits import read_top_level, with_field, with_objects
+from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.routes import Route
+from moongate.gateway.shared_state import StateUnavailable
 
 RUNNING = ("queued", "in_progress")
 """States of a response that isn't complete."""
@@ -32,24 +35,33 @@ _FINAL = re.compile(
 
 
 class ResponseTurns:
-    """Begins turns, and keeps what became of them."""
+    """Begins turns, and keeps what became of them. `shared`: with other replicas, if there are any."""
 
-    def __init__(self, store: ResponseStore, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: ResponseStore,
+        clock: Callable[[], float],
+        shared: SharedResponses | None = None,
+    ) -> None:
         self.store = store
+        self.shared = shared
         self._clock = clock
 
-    def begin(self, body: Body, route: Route) -> ResponseTurn:
+    async def begin(self, body: Body, route: Route) -> ResponseTurn:
         """Return the turn that a body asks for.
 
         Raises: GatewayError (404) for a response that isn't known, has expired or is another tenant's.
         """
         previous_id = body.top.get("previous_response_id")
         keeps = body.top.get("store", True) is True
+        if body.top.get("background") is True and not isinstance(previous_id, str | None):
+            message = "previous_response_id: expected a text"
+            raise GatewayError(400, message, "invalid_request", "previous_response_id")
         if not isinstance(previous_id, str):
             # Of another type the engine says better what is wrong.
             items = _own_items(body) if keeps and previous_id is None else None
             return ResponseTurn(self, body, items, None)
-        previous = self.find(previous_id, "previous_response_id")
+        previous = await self.find(previous_id, "previous_response_id")
         if previous.is_running:
             message = f"Response with id {previous_id[:200]!r} is still in progress."
             raise GatewayError(400, message, "invalid_request", "previous_response_id")
@@ -59,9 +71,19 @@ class ResponseTurns:
         raw = _with_input(body.raw, [previous.history(), items])
         return ResponseTurn(self, parse_body(raw, route), items if keeps else None, previous)
 
-    def find(self, response_id: str, param: str) -> StoredResponse:
-        """Return a stored response. Raises: GatewayError (404)."""
-        found = self.store.find(NO_TENANT, response_id, self._clock())
+    async def find(self, response_id: str, param: str) -> StoredResponse:
+        """Return a stored response. Raises: GatewayError (404, 503)."""
+        now = self._clock()
+        if self.shared is None:
+            found = self.store.find(NO_TENANT, response_id, now)
+        else:
+            try:
+                found = await self.shared.find(NO_TENANT, response_id, now)
+            except StateUnavailable as error:
+                message = "it can't be asked now which responses other replicas have"
+                raise GatewayError(
+                    503, message, "state_unavailable", param, {"retry-after": "1"}
+                ) from error
         if found is None:
             message = f"Response with id {response_id[:200]!r} not found."
             raise GatewayError(404, message, "response_not_found", param)
@@ -72,26 +94,50 @@ class ResponseTurns:
         read = _read_response(response)
         if read is None:
             return
-        stored = StoredResponse(
-            NO_TENANT, read.id, previous, input_items, read.output_items, response
-        )
-        self.store.put(stored, self._clock())
+        self._put(
+            StoredResponse(
+                NO_TENANT, read.id, previous, input_items, read.output_items, response,
+                version=_version(),
+            )
+        )  # fmt: skip
 
     def put(
         self,
         response: Mapping[str, Any],
         input_items: bytes,
         previous: StoredResponse | None,
+        events: bytes = b"",
+        *,
+        is_stream: bool = False,
     ) -> bytes:
-        """Keep a response of the gateway's own making; return it as its client gets it."""
+        """Keep a response of the gateway's own making; return it as its client gets it.
+
+        Raises: orjson.JSONEncodeError if it is nested too deeply.
+
+        `events`: those that told it, for clients that ask for them again.
+        """
         text = orjson.dumps(response)
         output = orjson.dumps(response["output"])[1:-1]
         is_running = response["status"] in RUNNING
-        stored = StoredResponse(
-            NO_TENANT, response["id"], previous, input_items, output, text, is_running=is_running
-        )
-        self.store.put(stored, self._clock())
+        name = response["id"]
+        self._put(
+            StoredResponse(
+                NO_TENANT, name, previous, input_items, output, text, events, _version(),
+                is_stream, is_running,
+            )
+        )  # fmt: skip
         return text
+
+    def _put(self, response: StoredResponse) -> None:
+        self.store.put(response, self._clock())
+        if self.shared is not None and self.store.bytes_max:
+            self.shared.put(response)
+
+    def forget(self, response_id: str) -> None:
+        """Forget a response; those that continue it stay whole."""
+        self.store.remove(NO_TENANT, response_id)
+        if self.shared is not None:
+            self.shared.remove(NO_TENANT, response_id)
 
 
 class ResponseTurn:
@@ -149,6 +195,10 @@ class ResponseTurn:
     def _keep(self, response: bytes) -> None:
         if self.own_items is not None:
             self._turns.keep(response, self.own_items, self.previous)
+
+
+def _version() -> str:
+    return secrets.token_hex(4)
 
 
 class _Read(NamedTuple):

@@ -1,7 +1,7 @@
 """Runs the gateway on a socket until it is told to stop.
 
 SIGTERM and SIGINT drain: the listener and idle connections close at once, running answers may end
-within `drain.limit_s`. A second signal stops at once. SIGHUP, which will reload, is noted and ignored.
+within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP, which will reload, is noted and ignored.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ KEEP_ALIVE_S = 75
 """Idle client connections live longer than the pools of common clients keep them, so that no client
 sends a request into a connection that is just being closed."""
 
+CLOSING_S = 2.0
+"""For ending and closing, when the server is to stop at once."""
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Options of glibc's `mallopt` (malloc.h)."""
@@ -41,7 +43,8 @@ class ListenError(OSError):
 def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket. Port 0 takes any free one. Raises: ListenError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio, unlike uvloop, sends small pieces at once only where the protocol is named.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -52,11 +55,26 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """A server whose signals are handled here: uvicorn would raise them again after a clean stop."""
+    """A server whose signals are handled here: uvicorn would raise them again after a clean stop.
+
+    Told to stop at once, it ends the running answers and closes what is open; uvicorn leaves both.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            return
+        running = list(self.server_state.tasks)
+        for task in running:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_S):
+                await asyncio.gather(*running, return_exceptions=True)
+                await self.lifespan.shutdown()
 
 
 class GatewayServer:
@@ -96,8 +114,9 @@ class GatewayServer:
         self.gateway.readiness.is_draining = True
 
     async def serve(self) -> None:
-        """Serve until asked to stop."""
-        await self._server.serve(sockets=[self._socket])
+        """Serve until asked to stop. Raises: SystemExit, where the gateway can't start."""
+        with self._socket:
+            await self._server.serve(sockets=[self._socket])
 
 
 def handle_signals(server: GatewayServer) -> None:

@@ -15,8 +15,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
-from urllib.parse import SplitResult, urlsplit
+from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import httpx
 import yaml
@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.gateway.logs import LogFormat
 from moongate.kvpool.keys import SHARDS_MAX, Shard
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
@@ -45,6 +46,11 @@ HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[1-9]\d{0,4})$", re.ASCII)
 KEY_PART = re.compile(r"^(?:(?!,)[!-~]){0,256}$")
 """The master takes keys apart at commas, and is asked for them in an address."""
+
+OTLP_TRACES = "/v1/traces"
+"""The path of traces below an OTLP/HTTP endpoint."""
+
+_URL_PATH = re.compile(r"[A-Za-z0-9/._~%-]*")
 
 MASTER_HTTP_PORT = 9003
 """Mooncake's own default for `--metrics_port`."""
@@ -122,6 +128,36 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _check_otlp_endpoint(url: str) -> str:
+    """Return the address that traces are posted to."""
+    try:
+        parts = urlsplit(url)
+        _check_url(f"{parts.scheme}://{parts.netloc}")
+    except ValueError as error:
+        raise ValueError(f"expected http://host:4318 ({error})") from error
+    is_plain = _URL_PATH.fullmatch(parts.path) and not any(char.isspace() for char in url)
+    if parts.query or parts.fragment or not is_plain:
+        raise ValueError("expected http://host:4318, perhaps with a path, without a query")
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path.removesuffix(OTLP_TRACES)}{OTLP_TRACES}"
+
+
+def _read_headers(text: str) -> dict[str, str]:
+    """Return headers written as NAME=VALUE,NAME=VALUE. Raises: ValueError, without any value."""
+    headers: dict[str, str] = {}
+    for number, pair in enumerate(text.split(","), 1):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        value = unquote(value)
+        if not equals or not HEADER_NAME.fullmatch(name) or not _is_header_value(value):
+            raise ValueError(f"header {number}: expected NAME=VALUE")
+        headers[name] = value
+    return headers
+
+
+def _is_header_value(text: str) -> bool:
+    return all(" " <= char <= "~" for char in text)
+
+
 def _check_policy_name(name: str) -> str:
     if name not in BUILT_IN and ":" not in name:
         raise ValueError(f"unknown policy{_nearest(name, [*BUILT_IN, 'module:Class'])}")
@@ -132,6 +168,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 Url = Annotated[str, AfterValidator(_check_url)]
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 KeyPart = Annotated[str, AfterValidator(_check_key_part)]
 HashSeed = Annotated[str, BeforeValidator(_whole_as_text)]  # YAML reads an unquoted 0 as a number
@@ -148,12 +185,13 @@ class ListenSettings(_Section):
 class LimitsSettings(_Section):
     """What bounds one gateway process."""
 
-    body_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864  # 64 MiB: several large images
-    headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # all headers of a request together
-    queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # requests whose prompt is being read
+    body_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864  # 64 MiB; larger ones get 413
+    headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # of one request; past it 431
+    queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # whose prompts are being read
     upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
     connect_timeout_s: Seconds = 5.0  # for a connection to an engine
-    index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000  # about 200 bytes each
+    # Blocks that events may put into the index, 190 bytes each; past it a source is degraded.
+    index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000
     prompt_memory_bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # what was tokenised before
     # Requests that one instance may have from this gateway at a time; null: as many as come.
     connections_per_instance_max: Annotated[int, Field(ge=1)] | None = None
@@ -163,12 +201,12 @@ class LimitsSettings(_Section):
 class PolicySettings(_Section):
     """How requests are routed; see `router/policy.py`."""
 
-    name: PolicyName = "kv_cost"
-    options: dict[str, Any] = Field(default_factory=dict)
+    name: PolicyName = "kv_cost"  # which policy
+    options: dict[str, Any] = Field(default_factory=dict)  # what the policy's class takes
     allow_override: bool = False  # let a request name another policy (x-moongate-policy)
 
     @model_validator(mode="after")
-    def _check(self) -> PolicySettings:
+    def _check(self) -> Self:
         try:
             make_policy(self.name, self.options)
         except PolicyError as error:
@@ -183,12 +221,14 @@ _ON_OFF = {True: "on", False: "off"}
 class TokenizerSettings(_Section):
     """How prompts become token ids."""
 
+    # local: by a model directory's tokenizer; remote: by the engine's /tokenize; auto: local where
+    # that gives the engine's very ids, else remote; off: prompts are compared as text.
     mode: Annotated[
         Literal["auto", "local", "remote", "off"],
         BeforeValidator(lambda mode: "off" if mode is False else mode),
     ] = "auto"
     path: str | None = None  # a model directory; None: where the engine says it loaded the model
-    budget_ms: Annotated[float, Field(gt=0, le=60_000)] = 200.0  # then routed by what is known
+    budget_ms: Annotated[float, Field(gt=0, le=60_000)] = 200.0  # past it: by what is known
     # Hand the ids to the engine, so that it need not tokenise again; auto: where that pays.
     forward_ids: Annotated[
         Literal["auto", "on", "off"], BeforeValidator(lambda way: _ON_OFF.get(way, way))
@@ -204,14 +244,16 @@ class TokenizerSettings(_Section):
 class InstanceSettings(_Section):
     """One engine API server."""
 
-    id: Name
-    url: Url
-    role: Literal["both", "prefill", "decode"] = "both"
-    kv_events: Endpoint | None = None  # None: as the engine says (/kv_event_sources)
-    kv_replay: Endpoint | None = None
+    id: Name  # what receipts and metrics call it
+    url: Url  # of its HTTP server, without a path
+    role: Literal["both", "prefill", "decode"] = "both"  # prefill: computes prompts for others only
+    # Where rank 0 publishes KV events, rank r at port + r; None: as the engine says.
+    kv_events: Endpoint | None = None
+    kv_replay: Endpoint | None = None  # where lost events are asked for; as kv_events
     # How a prefill instance hands over; auto: mooncake where it has a bootstrap_url, else nixl.
     kv_connector: Literal["auto", "mooncake", "nixl"] = "auto"
     bootstrap_url: Url | None = None  # of a prefill instance: its Mooncake bootstrap server
+    # Data-parallel ranks: how many, or their global numbers; None: as the engine says.
     ranks: (
         Annotated[int, Field(ge=1, le=1024)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -268,7 +310,7 @@ class InstanceSettings(_Section):
 class AuthSettings(_Section):
     """Keys. Without `forward_client_key` a client's key never reaches an engine."""
 
-    forward_client_key: bool = False
+    forward_client_key: bool = False  # pass clients' keys and cookies on to engines
     admin_key_env: str | None = None  # variable with the key that /admin asks for
 
     @model_validator(mode="after")
@@ -281,10 +323,10 @@ class AuthSettings(_Section):
 class ShardSettings(_Section):
     """In how many parts an engine stores a block: its parallel sizes, as they show in pool keys."""
 
-    tp: Annotated[int, Field(ge=1, le=256)] = 1
-    pcp: Annotated[int, Field(ge=1, le=64)] = 1
-    dcp: Annotated[int, Field(ge=1, le=64)] = 1
-    pp: Annotated[int, Field(ge=1, le=64)] = 1
+    tp: Annotated[int, Field(ge=1, le=256)] = 1  # tensor parallel
+    pcp: Annotated[int, Field(ge=1, le=64)] = 1  # prefill context parallel
+    dcp: Annotated[int, Field(ge=1, le=64)] = 1  # decode context parallel
+    pp: Annotated[int, Field(ge=1, le=64)] = 1  # pipeline parallel
     groups: Annotated[int, Field(ge=1, le=64)] = 1  # KV groups of a hybrid model
 
     @model_validator(mode="after")
@@ -311,12 +353,12 @@ class SeedingSettings(_Section):
     enabled: Annotated[
         Literal["auto", "on", "off"], BeforeValidator(lambda way: _ON_OFF.get(way, way))
     ] = "auto"
-    at_once_max: Annotated[int, Field(ge=1, le=64)] = 4  # in the fleet; an instance has one at most
-    per_minute_max: Annotated[int, Field(ge=1, le=600)] = 20
-    demand_per_s_min: Annotated[float, Field(gt=0, le=1000)] = 0.1  # for each holder
+    at_once_max: Annotated[int, Field(ge=1, le=64)] = 4  # seedings; an instance has one at most
+    per_minute_max: Annotated[int, Field(ge=1, le=600)] = 20  # seedings begun
+    demand_per_s_min: Annotated[float, Field(gt=0, le=1000)] = 0.1  # requests, for each holder
     busy_requests: Annotated[int, Field(ge=1, le=1000)] = 2  # with which a holder is busy
     prefix_tokens_min: Annotated[int, Field(ge=1)] = 1024  # shorter ones are not worth it
-    pool_use_max: Annotated[float, Field(gt=0, le=1)] = 0.95  # of its bytes
+    pool_use_max: Annotated[float, Field(gt=0, le=1)] = 0.95  # of its bytes; fuller: none
     kv_use_max: Annotated[float, Field(gt=0, le=1)] = 0.7  # of the cache of the instance
 
     @property
@@ -331,6 +373,7 @@ class SeedingSettings(_Section):
 class PoolSettings(_Section):
     """The shared KV pool that engines store into and fetch from."""
 
+    # mooncake: a store whose master is asked what it holds; memory: in process, for moongate up.
     kind: Literal["none", "memory", "mooncake"] = "none"
     master: str | None = None  # host:port of the Mooncake master, as engines are given it
     admin_url: Url | None = None  # its HTTP interface; None: port 9003 on the master's host
@@ -339,7 +382,7 @@ class PoolSettings(_Section):
     cache_prefix: KeyPart = ""  # as in the engines' kv_connector_extra_config
     namespace: KeyPart = ""  # of an opt-in payload format, such as @store_tp:2@store_pp:1
     shards: ShardSettings | None = None  # None: learned from what engines store
-    seeding: SeedingSettings = SeedingSettings()
+    seeding: SeedingSettings = SeedingSettings()  # of hot prefixes
 
     @model_validator(mode="after")
     def _check(self) -> PoolSettings:
@@ -367,7 +410,7 @@ class PoolSettings(_Section):
 class SessionSettings(_Section):
     """Where session keys are read, beside the names that agents use by themselves."""
 
-    header: HeaderName | None = None
+    header: HeaderName | None = None  # read before the usual ones; None: only those
 
 
 class ModelsSettings(_Section):
@@ -389,16 +432,41 @@ class ResponsesSettings(_Section):
     """How long responses are kept, for `previous_response_id` and for being told again."""
 
     ttl_s: Seconds = 86_400.0  # after its last use
-    bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # of all; 0: none is kept
+    bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # all of them; 0: keep none
+
+
+class StateSettings(_Section):
+    """What replicas share: stored responses."""
+
+    kind: Literal["memory", "redis"] = "memory"  # memory: nothing is shared
+    url: str | None = None  # redis://… or rediss://…
+    timeout_ms: Annotated[float, Field(gt=0, le=1000)] = 50.0  # of a call on a request's way
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "memory":
+            if self.url is not None:
+                raise ValueError("url: only with kind: redis")
+            return self
+        try:
+            parts = urlsplit(self.url or "")
+            has_port = _has_good_port(parts)
+        except ValueError:
+            has_port = False
+        number = parts.path.strip("/") if has_port else "?"
+        is_good = parts.scheme in ("redis", "rediss") and bool(parts.hostname)
+        if not (has_port and is_good and not parts.query and (number or "0").isdecimal()):
+            raise ValueError("url: expected redis://host:port/number, for kind: redis")
+        return self
 
 
 class HealthSettings(_Section):
     """How instances are checked."""
 
-    interval_s: Seconds = 2.0
-    timeout_s: Seconds = 1.0
-    down_after: Annotated[int, Field(ge=1)] = 2  # failed checks in a row
-    up_after: Annotated[int, Field(ge=1)] = 1
+    interval_s: Seconds = 2.0  # between two checks of an instance
+    timeout_s: Seconds = 1.0  # of one check
+    down_after: Annotated[int, Field(ge=1)] = 2  # failed checks in a row; refused: at once
+    up_after: Annotated[int, Field(ge=1)] = 1  # good checks in a row
 
 
 class DrainSettings(_Section):
@@ -410,10 +478,32 @@ class DrainSettings(_Section):
 class ObservabilitySettings(_Section):
     """What is told about requests."""
 
-    receipt_headers: bool = True
+    receipt_headers: bool = True  # tell in each answer where it went and why
     # always: ask engines for the usage of every stream, and keep it from clients that didn't.
     stream_usage: Literal["asked", "always"] = "asked"
     keep_text: bool = False  # of messages, to show where a session diverged; else only hashes
+    decisions_max: Annotated[int, Field(ge=1, le=100_000)] = 1000  # receipts kept; 3 KB each
+    log_format: LogFormat = "text"  # json: one object a line, for programs
+    otlp_endpoint: OtlpEndpoint | None = None  # a collector, by OTLP/HTTP; None: no traces
+    # Variable with headers for it, as NAME=VALUE,NAME=VALUE (percent-encoded): its key.
+    otlp_headers_env: str | None = None
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of traces that no client has begun
+
+    @property
+    def otlp_headers(self) -> dict[str, str]:
+        """Return the headers that `otlp_headers_env` names."""
+        return _read_headers(os.environ[self.otlp_headers_env]) if self.otlp_headers_env else {}
+
+    @model_validator(mode="after")
+    def _check(self) -> ObservabilitySettings:
+        if self.otlp_headers_env is not None:
+            if not os.environ.get(self.otlp_headers_env):
+                raise ValueError(f"otlp_headers_env: {self.otlp_headers_env} is not set")
+            try:
+                self.otlp_headers  # noqa: B018 - raises what is wrong
+            except ValueError as error:
+                raise ValueError(f"otlp_headers_env: {self.otlp_headers_env}: {error}") from None
+        return self
 
 
 class Settings(_Section):
@@ -428,6 +518,7 @@ class Settings(_Section):
     session: SessionSettings = SessionSettings()
     models: ModelsSettings = ModelsSettings()
     responses: ResponsesSettings = ResponsesSettings()
+    state: StateSettings = StateSettings()
     health: HealthSettings = HealthSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
@@ -464,10 +555,7 @@ def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings
 
 
 LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
-    ("state", "kind"): ("memory",),
-    ("state", "url"): (None,),
     ("discovery", "kind"): ("static",),
-    ("observability", "otlp_endpoint"): (None,),
 }
 """Keys of the contract that have one meaning only in this version: accepted with these values, which
 say what happens anyway, and refused with any other."""

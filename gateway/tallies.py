@@ -27,8 +27,16 @@ class Tally(Collector):
         self._counts: dict[Labels, float] = {} if labels else {(): 0.0}
         registry.register(self)
 
+    def begin(self, *values: str) -> None:
+        """Show each of these values of its one label from the start, so that its first rise is seen as one."""
+        self._counts = {**{(value,): 0.0 for value in values}, **self._counts}
+
     def add(self, amount: float, *labels: str) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + amount
+
+    def total(self, *labels: str) -> float:
+        """Return the sum over all combinations that begin with these labels."""
+        return sum(n for values, n in self._counts.items() if values[: len(labels)] == labels)
 
     def collect(self) -> Iterable[Metric]:
         name, text, labels = self._describes

@@ -17,6 +17,7 @@ GATHERED_BYTES_MAX = 16 * TAIL_BYTES
 """Pieces are gathered up to this before they are cut to the tail: most answers never come to it."""
 
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 _POOL = re.compile(rb'"moongate"\s*:\s*\{[^{}]*"pool_tokens"\s*:\s*(\d+)')
 """As `MoongateStoreConnector` reports in whole answers."""
 
@@ -45,6 +46,10 @@ class UsageReader:
     def cached_tokens(self) -> int | None:
         """Return the hit that the engine reported, None if it didn't."""
         return self._find(_CACHED)
+
+    def prompt_tokens(self) -> int | None:
+        """Return the prompt's tokens as the engine counted them, None if it didn't say."""
+        return self._find(_PROMPT)
 
     def pool_tokens(self) -> int | None:
         """Return the prompt tokens that the engine got from the shared pool, None if it didn't say."""

@@ -12,7 +12,7 @@ from moongate.router.policy import Ranked
 
 
 class Decision(NamedTuple):
-    """The outcome of one ranking: `ranking[0]` was chosen. The route receipt is made from it."""
+    """The outcome of one ranking. The route receipt is made from it."""
 
     policy: str
     reason: Reason
@@ -21,6 +21,24 @@ class Decision(NamedTuple):
     pool_tokens: int  # beyond those
     ranking: tuple[Ranked, ...]  # of all candidates, or the first few
     prefill: Ranked | None = None  # on another instance; tokens are then what that one reuses
+
+    @property
+    def chosen(self) -> Ranked:
+        return self.ranking[0]
+
+    @property
+    def runner_up(self) -> Ranked | None:
+        return self.ranking[1] if len(self.ranking) > 1 else None
+
+    @property
+    def reused_tokens(self) -> int:
+        """Return the prompt tokens that are expected to be reused."""
+        return self.device_tokens + self.pool_tokens
+
+    @property
+    def recompute_tokens(self) -> int:
+        """Return the prompt tokens that are expected to be computed; 0 if the prompt isn't known."""
+        return max((self.prompt_tokens or 0) - self.reused_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,6 +336,15 @@ class OwnershipIndex:
             self._heed_sides(overlaps, chain, among, confirmed)
         return overlaps
 
+    def find_holders(self, block: BlockHash) -> tuple[frozenset[Holder], frozenset[Holder]]:
+        """Return who has this block where an engine can reuse it, and who is predicted to.
+
+        Of the main group; a side group's copies are not asked. For looking at the index, not for routing.
+        """
+        confirmed = _look_up((block,), self._reusable)(0)
+        predicted = self._predicted_masks.get(block, 0)
+        return frozenset(self._holders(confirmed)), frozenset(self._holders(predicted))
+
     def _add_predicted(
         self,
         overlaps: dict[Holder, Overlap],

@@ -10,11 +10,14 @@ Bounded: the least recently used tails and departure points are forgotten.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 from moongate.router.model import BlockHash, Holder
+
+SessionNumber = NewType("SessionNumber", int)
+"""Tells sessions apart within one router; says nothing of the keys that clients give."""
 
 SESSIONS_REMEMBERED = 64
 """Beginnings of sessions that count as recent; older sessions may have ended long ago."""
@@ -31,28 +34,44 @@ class Lineage(NamedTuple):
     history_blocks: int = 0
     departures: int = 0
 
+    @property
+    def continues(self) -> bool:
+        """Tell whether it is the next turn of a session; a fork is another session's first."""
+        return self.history_blocks > 0 and self.departures == 0
+
 
 class RecentSessions:
-    """Where the last sessions began: each will come back there, turn after turn."""
+    """Where the last sessions began: each will come back there, turn after turn, until it ends."""
 
     def __init__(self) -> None:
-        self._holders: deque[Holder] = deque()
+        self._holders: OrderedDict[SessionNumber, Holder] = OrderedDict()
         self._counts: Counter[Holder] = Counter()
 
-    def note(self, holder: Holder) -> tuple[Holder, ...]:
+    def note(self, session: SessionNumber, holder: Holder) -> tuple[Holder, ...]:
         """Note that a session began on this holder. Return those whose count has changed."""
-        self._holders.append(holder)
+        self._holders[session] = holder
         self._counts[holder] += 1
         if len(self._holders) <= SESSIONS_REMEMBERED:
             return (holder,)
-        oldest = self._holders.popleft()
-        self._counts[oldest] -= 1
-        if not self._counts[oldest]:
-            del self._counts[oldest]
+        _, oldest = self._holders.popitem(last=False)
+        self._discount(oldest)
         return holder, oldest
+
+    def end(self, session: SessionNumber) -> tuple[Holder, ...]:
+        """Note that a session will not come back. Return those whose count has changed."""
+        holder = self._holders.pop(session, None)
+        if holder is None:
+            return ()
+        self._discount(holder)
+        return (holder,)
 
     def count(self, holder: Holder) -> int:
         return self._counts.get(holder, 0)
+
+    def _discount(self, holder: Holder) -> None:
+        self._counts[holder] -= 1
+        if not self._counts[holder]:
+            del self._counts[holder]
 
 
 class Lineages:
@@ -60,8 +79,9 @@ class Lineages:
 
     def __init__(self, tails_max: int = 65_536) -> None:
         self._tails_max = tails_max
-        self._tails: OrderedDict[BlockHash, None] = OrderedDict()
+        self._tails: OrderedDict[BlockHash, SessionNumber] = OrderedDict()
         self._departures: OrderedDict[BlockHash, int] = OrderedDict()
+        self._sessions = 0
 
     def find_history(self, chain: Sequence[BlockHash]) -> int:
         """Return the leading blocks up to the tail of the turn that a prompt continues, or 0.
@@ -81,23 +101,40 @@ class Lineages:
         depth = history_blocks or shared_blocks
         return Lineage(history_blocks, self._departures.get(chain[depth - 1], 0) if depth else 0)
 
-    def note(self, chain: Sequence[BlockHash], lineage: Lineage, shared_blocks: int) -> None:
-        """Remember a prompt that was forwarded: its departure (as found), and its tail."""
+    def note(
+        self,
+        chain: Sequence[BlockHash],
+        lineage: Lineage,
+        shared_blocks: int,
+        *,
+        is_last: bool = False,
+    ) -> SessionNumber | None:
+        """Remember a prompt that was forwarded: its departure (as found), and its tail.
+
+        Returns which session it belongs to, None if nothing is known of the prompt. `is_last`: the
+        session ends with it, so nothing will go on from its tail.
+        """
         if not chain:
-            return
+            return None
         depth = lineage.history_blocks or shared_blocks
+        session = self._tails.get(chain[depth - 1]) if lineage.continues else None
+        if session is None:
+            self._sessions += 1
+            session = SessionNumber(self._sessions)
         if depth:
             self._departures[chain[depth - 1]] = lineage.departures + 1
             _touch(self._departures, chain[depth - 1], self._tails_max)
-        self._tails[chain[-1]] = None
-        _touch(self._tails, chain[-1], self._tails_max)
+        if not is_last:
+            self._tails[chain[-1]] = session
+            _touch(self._tails, chain[-1], self._tails_max)
+        return session
 
     def __len__(self) -> int:
         return len(self._tails)
 
 
 def _touch(
-    table: OrderedDict[BlockHash, int] | OrderedDict[BlockHash, None],
+    table: OrderedDict[BlockHash, int] | OrderedDict[BlockHash, SessionNumber],
     key: BlockHash,
     entries_max: int,
 ) -> None:

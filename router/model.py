@@ -220,6 +220,7 @@ class Request:
     pool: Mapping[KeySpace, PoolPart] = field(default_factory=dict)  # what it holds of the prompt
     may_hand_over: bool = False  # prefill and decode may be on different instances
     stays_whole: bool = False  # a decode instance can't do it, not even alone
+    ends_session: bool = False  # the client says that no other turn follows
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -143,7 +143,7 @@ class Requests:
     def begin(self, tracked: Tracked, choice: Choice, now: float) -> Forward:
         """Reserve what was chosen for a request, and say where it goes."""
         if not (tracked.failed or tracked.full):
-            self._note_lineage(choice)
+            self._note_lineage(choice, ends_session=tracked.request.ends_session)
         tracked.attempt += 1
         tracked.decision = choice.decision
         tracked.handed_over_tokens = None
@@ -162,12 +162,18 @@ class Requests:
             prefill.chosen.holder if prefill is not None else None,
         )
 
-    def _note_lineage(self, choice: Choice) -> None:
-        departure = choice.departure
-        self.lineages.note(departure.chain, departure.lineage, departure.shared_blocks)
-        if departure.chain and departure.lineage.history_blocks == 0:
-            for holder in self.sessions.note(choice.chosen.holder):
-                self.candidates.touch(holder)
+    def _note_lineage(self, choice: Choice, *, ends_session: bool) -> None:
+        chain, shared_blocks, lineage = choice.departure
+        session = self.lineages.note(chain, lineage, shared_blocks, is_last=ends_session)
+        if session is None:
+            return
+        changed: tuple[Holder, ...] = ()
+        if ends_session:
+            changed = self.sessions.end(session)
+        elif lineage.history_blocks == 0:
+            changed = self.sessions.note(session, choice.chosen.holder)
+        for holder in changed:
+            self.candidates.touch(holder)
 
     def _open(
         self, tracked: Tracked, place: Place, now: float, name: str = "", *, computes: bool = True

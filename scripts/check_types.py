@@ -13,9 +13,16 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-PACKAGES = ("gateway", "router", "kvpool", "engine_plugins", "simulator")
-MODULES = ("cli", "engine_cli", "local_stack")
-SCRIPTS = ("setup_venv", "setup_engine", "check_types", "make_sim_tokenizer")
+PACKAGES = ("gateway", "router", "kvpool", "engine_plugins", "simulator", "loadtest")
+MODULES = ("cli", "engine_cli", "local_stack", "stack_panel")
+SCRIPTS = (
+    "setup_venv",
+    "setup_engine",
+    "check_types",
+    "make_sim_tokenizer",
+    "make_configuration_reference",
+    "build_images",
+)
 
 
 def main() -> int:

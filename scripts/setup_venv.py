@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Create a Python environment from pinned requirements: the gateway's `.venv`, with the project
 installed in place; or (argument `bench`) `.venv-bench` with the routers it is compared to; or (`sdks`)
-`.venv-sdks` with the clients and agent frameworks it is tried with. Standard library only; run by the
-system's Python."""
+`.venv-sdks` with the clients and agent frameworks it is tried with; or (`deploy`) `.venv-deploy` with what
+checks the deployment files. Standard library only; run by the system's Python."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "bench": Environment(".venv-bench", "bench.txt", has_project=False),
     # Apart, so that what people use comes with what it brings, and the gateway stays light.
     "sdks": Environment(".venv-sdks", "sdks.txt", has_project=False),
+    # Apart, because these are programs of other people, which only the tests of files run.
+    "deploy": Environment(".venv-deploy", "deploy.txt", has_project=False),
 }
 
 

@@ -131,6 +131,8 @@ class EngineRequest:
     """Sampled tokens at most."""
     stop_after_tokens: int | None = None
     """The answer ends by itself after this many tokens; None: it never does."""
+    answer_token_ids: Sequence[int] = ()
+    """What is sampled, as far as it goes; empty: what the model's sampler draws."""
     choice: int = 0
     """Tells the answers to one prompt apart when several are asked for."""
     namespace: CacheNamespace = NO_NAMESPACE
@@ -561,7 +563,7 @@ class EngineModel:
         assert generation.origin is not None, "admitted before it computes"
         if not generation.output_tokens:
             self._counters.count_first_token(len(generation.tokens), generation.origin)
-        token_id = self._sample_token(generation.seed, generation.output_tokens)
+        token_id = self._next_token(generation)
         generation.tokens.append(token_id)
         generation.output_tokens += 1
         self._counters.generation_tokens += 1
@@ -572,6 +574,12 @@ class EngineModel:
         return TokenOutput(
             generation.request.request_id, token_id, generation.origin.cached_tokens, finish_reason
         )
+
+    def _next_token(self, generation: _Generation) -> int:
+        index, known = generation.output_tokens, generation.request.answer_token_ids
+        if index < len(known):
+            return known[index]
+        return self._sample_token(generation.seed, index)
 
     def _store(self, generation: _Generation) -> None:
         """Give the pool the blocks of the prompt that are computed when this step is over.

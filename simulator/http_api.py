@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,19 +27,19 @@ from starlette.types import Send as Send_
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, RenderError
 from moongate.simulator import openai_wire
+from moongate.simulator.answers import Answers
 from moongate.simulator.blocks import CacheNamespace
 from moongate.simulator.debugging import Debugging, ReceivedRequest
-from moongate.simulator.engine import EngineRequest, TokenOutput
+from moongate.simulator.engine import EngineRequest
 from moongate.simulator.metrics_wire import render_metrics
 from moongate.simulator.openai_wire import (
     ApiError,
-    Choice,
-    Delta,
     Envelope,
     GenerateOptions,
     Json,
     Usage,
 )
+from moongate.simulator.raw_answer import RawAnswer
 from moongate.simulator.responses_wire import ResponseEnvelope, parse_response
 from moongate.simulator.runner import (
     AbortedError,
@@ -48,6 +48,8 @@ from moongate.simulator.runner import (
     GenerationFailedError,
     RankRunner,
 )
+from moongate.simulator.script import Script
+from moongate.simulator.telling import Teller
 from moongate.simulator.transfer import (
     EngineFatalError,
     Handoff,
@@ -67,8 +69,11 @@ TOKEN_ID_MAX = 2**32 - 1
 CLIENT_CLOSED_STATUS = 499
 """Status of an answer that nobody reads: the client left while it sent its body."""
 
-_Reader = Callable[[Json], Awaitable[tuple[GenerateOptions, list[list[int]]]]]
-"""A body -> what it asks for, and its prompts as ids. Raises ApiError."""
+_Read = tuple[GenerateOptions, list[list[int]], tuple[RawAnswer, ...]]
+"""What a body asks for, its prompts as ids, and what the answers will be, if that is known."""
+
+_Reader = Callable[[Json], Awaitable[_Read]]
+"""Raises ApiError."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,87 +91,6 @@ class ServedModel:
     """Length of an answer for which no limit was asked."""
 
 
-class _Answers:
-    """The answers to one request while they grow."""
-
-    def __init__(
-        self,
-        places: Mapping[str, tuple[int, int]],
-        prompts: Sequence[Sequence[int]],
-        decode: Callable[[Sequence[int]], str],
-        cached_elsewhere_tokens: int | None = None,
-    ) -> None:
-        """`places`: engine request id -> (index of its prompt, index of its answer).
-
-        `cached_elsewhere_tokens`: what a prefill engine had cached, told in place of our own.
-        """
-        self.prompts = prompts
-        self._cached_elsewhere_tokens = cached_elsewhere_tokens
-        self._places = places
-        self._decode = decode
-        self._token_ids: list[list[int]] = [[] for _ in places]
-        self._pieces: list[list[str]] = [[] for _ in places]
-        self._finish_reasons: dict[int, str] = {}
-        self._cached_tokens: list[int | None] = [None for _ in places]
-
-    def add(self, output: TokenOutput) -> Delta:
-        prompt_index, index = self._places[output.request_id]
-        token_ids = self._token_ids[index]
-        is_first = not token_ids
-        piece = self._decode_next(token_ids, output.token_id)
-        token_ids.append(output.token_id)
-        self._pieces[index].append(piece)
-        self._cached_tokens[index] = output.cached_tokens
-        if output.finish_reason is not None:
-            self._finish_reasons[index] = output.finish_reason.value
-        return Delta(
-            index=index,
-            text=piece,
-            token_id=output.token_id,
-            finish_reason=self._finish_reasons.get(index),
-            prompt_token_ids=self.prompts[prompt_index] if is_first else None,
-        )
-
-    def _decode_next(self, token_ids: Sequence[int], token_id: int) -> str:
-        """Decode one token after the one before it: some tokenizers drop a space at the start.
-
-        More context isn't needed, since only tokens that are whole characters are sampled.
-        """
-        before = token_ids[-1:]
-        skipped = len(self._decode(before)) if before else 0
-        return self._decode([*before, token_id])[skipped:]
-
-    def running_usage(self, output: TokenOutput) -> Usage:
-        """Usage of the one answer that `output` belongs to, so far."""
-        prompt_index, index = self._places[output.request_id]
-        return Usage(len(self.prompts[prompt_index]), len(self._token_ids[index]), None)
-
-    def usage(self) -> Usage:
-        """Usage of all answers. Cached tokens are those of the last prompt, as in vLLM."""
-        choices_per_prompt = len(self._places) // len(self.prompts)
-        cached_tokens = self._cached_elsewhere_tokens
-        if cached_tokens is None:
-            cached_tokens = self._cached_tokens[-choices_per_prompt]
-        return Usage(
-            prompt_tokens=sum(len(prompt) for prompt in self.prompts),
-            completion_tokens=sum(len(token_ids) for token_ids in self._token_ids),
-            cached_tokens=cached_tokens,
-        )
-
-    def choices(self) -> list[Choice]:
-        """Return the answers, all of which have ended."""
-        prompt_indexes = [prompt_index for prompt_index, _ in self._places.values()]
-        return [
-            Choice(
-                prompt_token_ids=self.prompts[prompt_index],
-                text="".join(self._pieces[index]),
-                token_ids=self._token_ids[index],
-                finish_reason=self._finish_reasons[index],
-            )
-            for index, prompt_index in enumerate(prompt_indexes)
-        ]
-
-
 class SimApi:
     """The HTTP side of one simulated engine."""
 
@@ -180,6 +104,7 @@ class SimApi:
         handoffs: HandoffSettings,
         handoff_address: tuple[str, int],
         debugging: Debugging,
+        script: Script | None = None,
     ) -> None:
         """`runners` by global rank; `kv_event_sources` is asked when the route is called.
 
@@ -190,6 +115,7 @@ class SimApi:
         self._debugging = debugging
         self._model = model
         self._renderer = renderer
+        self._teller = Teller(renderer, script)
         self._runners = runners
         self._kv_event_sources = kv_event_sources
         self._created = int(time.time())
@@ -232,16 +158,17 @@ class SimApi:
     async def responses(self, request: Request) -> Response:
         body = await _read_body(request)
         await self._meet_fault(ReceivedRequest(request.url.path, dict(request.headers), body))
-        options, prompt = await _render(self._read_response, body)
+        options, prompt, raw_answers = await _render(self._read_response, body)
         self._check_prompt(prompt)
         runner = self._runners[self._rank(request)]
         session_id = options.session_id or request.headers.get("x-session-id") or None
-        requests = self._engine_requests(options, [prompt], session_id, None)
-        answers = _Answers({requests[0].request_id: (0, 0)}, [prompt], self._renderer.decode)
+        requests = self._engine_requests(options, [prompt], session_id, None, raw_answers)
+        places = {requests[0].request_id: (0, 0)}
+        answers = Answers(places, [prompt], self._renderer.decode, raw_answers)
         given_id = body.get("request_id")
         envelope = ResponseEnvelope(
             given_id if isinstance(given_id, str) else f"resp_{uuid.uuid4().hex}",
-            f"msg_{uuid.uuid4().hex}",
+            uuid.uuid4().hex,
             int(time.time()),
             self._model.name,
             body,
@@ -252,18 +179,20 @@ class SimApi:
         await _collect(request.receive, answers, generation)
         return _json(envelope.completed(answers.choices()[0], answers.usage()))
 
-    def _read_response(self, body: Json) -> tuple[GenerateOptions, list[int]]:
+    def _read_response(
+        self, body: Json
+    ) -> tuple[GenerateOptions, list[int], tuple[RawAnswer, ...]]:
         """Raises: ApiError, RenderError."""
         options, chat = parse_response(body)
         self._check_model(body)
-        return options, self._renderer.chat_token_ids(chat)
+        return options, *self._read_messages(chat, None, options)
 
     async def _generate(self, request: Request, read: _Reader) -> Response:
         body = await _read_body(request)
         await self._meet_fault(ReceivedRequest(request.url.path, dict(request.headers), body))
         runner: RankRunner | None = None
         try:
-            options, prompts = await read(body)
+            options, prompts, raw_answers = await read(body)
             for prompt in prompts:
                 self._check_prompt(prompt)
             runner = self._runners[self._rank(request)]
@@ -271,20 +200,29 @@ class SimApi:
             self._decline(body, runner or next(iter(self._runners.values())))
             raise
         handoff = self._read_handoff(options, runner)
-        return await self._answer(request, options, prompts, runner, handoff)
+        return await self._answer(request, options, prompts, raw_answers, runner, handoff)
 
-    async def _read_chat(self, body: Json) -> tuple[GenerateOptions, list[list[int]]]:
+    async def _read_chat(self, body: Json) -> _Read:
         openai_wire.check_messages(body)
         options = openai_wire.parse_options(body, is_chat=True)
         self._check_model(body)
-        ids = openai_wire.reused_token_ids(body)
-        if ids is None:
-            ids = await _render(self._renderer.chat_token_ids, body)
-        else:
-            ids = await _render(self._renderer.completion_token_ids, ids)
-        return options, [ids]
+        reused = openai_wire.reused_token_ids(body)
+        ids, raw_answers = await _render(self._read_messages, body, reused, options)
+        return options, [ids], raw_answers
 
-    async def _read_completion(self, body: Json) -> tuple[GenerateOptions, list[list[int]]]:
+    def _read_messages(
+        self, chat: Json, reused: list[int] | None, options: GenerateOptions
+    ) -> tuple[list[int], tuple[RawAnswer, ...]]:
+        """Return the prompt of a chat, and what the answers will be. Raises: ApiError, RenderError.
+
+        Who wants tokens without end asks for no answer: a gateway's prefill, or a benchmark.
+        """
+        ids = self._renderer.chat_token_ids(chat) if reused is None else reused
+        if options.ignores_end:
+            return ids, ()
+        return ids, self._teller.answers(chat, ids, options.choices)
+
+    async def _read_completion(self, body: Json) -> _Read:
         given = openai_wire.parse_prompts(body)
         options = openai_wire.parse_options(body, is_chat=False)
         self._check_model(body)
@@ -295,13 +233,14 @@ class SimApi:
             )
             for prompt in given
         ]
-        return options, prompts
+        return options, prompts, ()
 
     async def _answer(
         self,
         request: Request,
         options: GenerateOptions,
         prompts: list[list[int]],
+        raw_answers: tuple[RawAnswer, ...],
         runner: RankRunner,
         handoff: Handoff | None,
     ) -> Response:
@@ -309,12 +248,14 @@ class SimApi:
         base_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         envelope = Envelope(f"{kind}-{base_id}", int(time.time()), self._model.name, options)
         session_id = options.session_id or request.headers.get("x-session-id") or None
-        requests = self._engine_requests(options, prompts, session_id, handoff)
+        requests = self._engine_requests(options, prompts, session_id, handoff, raw_answers)
         places = {
             one.request_id: (index // options.choices, index) for index, one in enumerate(requests)
         }
         cached_elsewhere_tokens = _cached_elsewhere_tokens(options, handoff)
-        answers = _Answers(places, prompts, self._renderer.decode, cached_elsewhere_tokens)
+        answers = Answers(
+            places, prompts, self._renderer.decode, raw_answers, cached_elsewhere_tokens
+        )
         generation = Generation(runner, requests)
         if options.is_stream:
             return _EventStream(_stream(envelope, answers, generation), generation)
@@ -369,14 +310,15 @@ class SimApi:
         prompts: list[list[int]],
         session_id: str | None,
         handoff: Handoff | None,
+        raw_answers: Sequence[RawAnswer],
     ) -> list[EngineRequest]:
         """One engine request for each prompt and choice, in the order of the answers.
 
         A request that names a limit gets exactly that many tokens; one that names none is answered
-        in `answer_tokens`.
+        in `answer_tokens`. Answers that are known end with their last token.
         """
         ends_itself = options.max_tokens is None and not options.ignores_end
-        return [
+        requests = [
             EngineRequest(
                 # A client's x-request-id may repeat, so it can't name the engine's request.
                 request_id=f"{next(self._next_number)}",
@@ -390,6 +332,11 @@ class SimApi:
             )
             for prompt in prompts
             for choice in range(options.choices)
+        ]
+        if not raw_answers:
+            return requests
+        return [
+            _with_answer(request, raw) for request, raw in zip(requests, raw_answers, strict=True)
         ]
 
     def _rank(self, request: Request) -> int:
@@ -486,7 +433,7 @@ class SimApi:
 # -- answers --------------------------------------------------------------------------------------
 
 
-async def _collect(receive: Receive_, answers: _Answers, generation: Generation) -> None:
+async def _collect(receive: Receive_, answers: Answers, generation: Generation) -> None:
     """Wait for all answers, unless the client leaves or the engine stops before."""
     watcher = asyncio.create_task(_abort_when_left(receive, generation))
     try:
@@ -499,6 +446,18 @@ async def _collect(receive: Receive_, answers: _Answers, generation: Generation)
         generation.abort()
 
 
+def _with_answer(request: EngineRequest, raw: RawAnswer) -> EngineRequest:
+    """Return a request whose answer is known."""
+    tokens = len(raw.token_ids)
+    breaks_off = raw.answer.finish == "length"
+    return replace(
+        request,
+        answer_token_ids=raw.token_ids,
+        stop_after_tokens=None if breaks_off else tokens,
+        max_tokens=min(request.max_tokens, tokens) if breaks_off else request.max_tokens,
+    )
+
+
 def _cached_elsewhere_tokens(options: GenerateOptions, handoff: Handoff | None) -> int | None:
     """Return what the prefill engine had cached, if somebody says so."""
     told = (options.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
@@ -506,7 +465,7 @@ def _cached_elsewhere_tokens(options: GenerateOptions, handoff: Handoff | None) 
 
 
 async def _stream(
-    envelope: Envelope, answers: _Answers, generation: Generation
+    envelope: Envelope, answers: Answers, generation: Generation
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events. Raises AbortedError when the client left."""
     options = envelope.options
@@ -519,7 +478,8 @@ async def _stream(
                 for index in range(options.choices):
                     yield _event(envelope.role_chunk(index, prompt, Usage(len(prompt), 0, None)))
             delta = answers.add(output)
-            yield _event(envelope.delta_chunk(delta, answers.running_usage(output)))
+            if not envelope.skips(delta):
+                yield _event(envelope.delta_chunk(delta, answers.running_usage(output)))
         if options.includes_usage:
             yield _event(envelope.usage_chunk(answers.usage()))
     except EngineDeadError:
@@ -530,13 +490,13 @@ async def _stream(
 
 
 async def _stream_response(
-    envelope: ResponseEnvelope, answers: _Answers, generation: Generation
+    envelope: ResponseEnvelope, answers: Answers, generation: Generation
 ) -> AsyncIterator[bytes]:
     """Yield the events of a response. Raises AbortedError when the client left."""
     yield envelope.begin()
     try:
         async for output in generation.outputs():
-            yield envelope.delta(answers.add(output).text)
+            yield envelope.delta(answers.add(output))
         yield envelope.end(answers.choices()[0], answers.usage())
     except EngineDeadError:
         yield envelope.failed(_ENGINE_DEAD.message)

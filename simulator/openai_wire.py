@@ -266,13 +266,38 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A call in a finished answer."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One finished answer."""
 
     prompt_token_ids: Sequence[int]
-    text: str
+    text: str | None
+    """None: it has calls only."""
     token_ids: Sequence[int]
     finish_reason: str
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    calls: tuple[CalledTool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """What a stream adds to one call."""
+
+    index: int
+    arguments: str
+    call_id: str | None = None
+    """Of the first delta of a call, as `name`; None in the others."""
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +310,8 @@ class Delta:
     finish_reason: str | None
     prompt_token_ids: Sequence[int] | None
     """Of the first delta of an answer; None in the others."""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +362,16 @@ class Envelope:
         )
         return chunk
 
+    def skips(self, delta: Delta) -> bool:
+        """Tell whether a token needs no chunk: it holds a call's parts together and is not told."""
+        has_parts = delta.text or delta.reasoning or delta.calls
+        is_told = has_parts or delta.finish_reason is not None or self.options.returns_token_ids
+        return self.options.is_chat and not is_told
+
     def delta_chunk(self, delta: Delta, usage: Usage) -> Json:
         choice: Json = {"index": delta.index}
         if self.options.is_chat:
-            choice["delta"] = {"content": delta.text}
+            choice["delta"] = _chat_delta(delta)
         else:
             choice["text"] = delta.text
         choice |= {"logprobs": None, "finish_reason": delta.finish_reason}
@@ -375,7 +408,8 @@ class Envelope:
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "reasoning": None,
+            **({"tool_calls": [_tool_call(call) for call in choice.calls]} if choice.calls else {}),
+            "reasoning": choice.reasoning or None,
         }
         return {
             "index": index,
@@ -401,6 +435,29 @@ class Envelope:
 
     def _token_ids(self, choice: Choice) -> list[int] | None:
         return list(choice.token_ids) if self.options.returns_token_ids else None
+
+
+def _chat_delta(delta: Delta) -> Json:
+    told: Json = {}
+    if delta.reasoning:
+        told["reasoning"] = delta.reasoning
+    if delta.text:
+        told["content"] = delta.text
+    if delta.calls:
+        told["tool_calls"] = [_call_delta(call) for call in delta.calls]
+    return told
+
+
+def _call_delta(call: CallDelta) -> Json:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "index": call.index, "function": function}
+
+
+def _tool_call(call: CalledTool) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def model_list(model: str, root: str, max_model_len_tokens: int, created: int) -> Json:

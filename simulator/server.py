@@ -42,6 +42,7 @@ from moongate.simulator.publisher import (
     PublisherSettings,
 )
 from moongate.simulator.runner import RankRunner
+from moongate.simulator.script import Script, load_script
 from moongate.simulator.serving import SocketServer
 from moongate.simulator.transfer import Connector, HandoffSettings, Outbox, Role
 
@@ -56,6 +57,9 @@ PORT_MAX = 65_535
 
 OUTPUT_TOKEN_IDS_SCANNED = 8192
 """How far into the vocabulary to look for tokens to answer with."""
+
+
+SCRIPT_HELP = "rules for what chats are answered, YAML or JSON lines: docs/simulated-engines.md (default: none)"
 
 
 class PoolSegment(enum.Enum):
@@ -105,6 +109,8 @@ class SimEngineConfig:
     data_parallel_start_rank: int = 0
     answer_tokens: int = 128
     """Length of an answer when the request sets no limit."""
+    script: Script | None = None
+    """What it answers to chats; None, or where no rule holds: any text."""
     hash_seed: str = DEFAULT_HASH_SEED
     """What block digests start from (PYTHONHASHSEED of a real engine)."""
     event_form: EventForm = EventForm.MAP
@@ -381,6 +387,7 @@ class SimEngine:
             handoffs=config.handoffs,
             handoff_address=(_reachable(config.host), self.bootstrap_port or 0),
             debugging=self.debugging,
+            script=config.script,
         )
 
 
@@ -425,6 +432,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, required=True, help="HTTP port; 0 takes any free one")
     add("--model", default="sim", help="served model name (default %(default)s)")
     add("--tokenizer", type=Path, metavar="DIR", help="model directory (default: a small own one)")
+    add("--script", type=Path, metavar="FILE", help=SCRIPT_HELP)
     add("--kv-events-port", type=_port, metavar="K", help="ZMQ PUB port, + rank (default: none)")
     add("--kv-replay-port", type=_port, metavar="K", help="ZMQ ROUTER port, + rank (default: none)")
     add("--topic", default="", help="topic of the events (default: empty)")
@@ -491,7 +499,7 @@ def _number_flags(
 
 
 def config_from_arguments(namespace: argparse.Namespace) -> SimEngineConfig:
-    """Return the configuration. Raises SimConfigError, for which a command exits with 2.
+    """Return the configuration. Raises SimConfigError, for which a command exits with 2; ScriptError.
 
     The longest request follows from the cache, up to `MODEL_LEN_TOKENS_MAX`; digests start from
     PYTHONHASHSEED when it is set, as in a real engine.
@@ -535,6 +543,7 @@ def config_from_arguments(namespace: argparse.Namespace) -> SimEngineConfig:
         data_parallel_size=namespace.data_parallel_size,
         data_parallel_start_rank=namespace.data_parallel_start_rank,
         hash_seed=os.environ.get("PYTHONHASHSEED", DEFAULT_HASH_SEED),
+        script=None if namespace.script is None else load_script(namespace.script),
     )
 
 

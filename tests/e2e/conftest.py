@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import (
     ENGINE_PYTHON,
+    MOONGATE,
     PROJECT,
     Child,
     EngineProcess,
     Serve,
+    free_port,
     running,
     start_gateway,
 )
@@ -92,3 +94,24 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     yield start
     for gateway in started:
         gateway.stop()
+
+
+@pytest.fixture(scope="module")
+def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Child]]:
+    """Return a function that starts `moongate up` with three simulated engines and more flags.
+
+    It returns the gateway; all stop after the module.
+    """
+    started: list[Child] = []
+
+    def start(*flags: str) -> Child:
+        port, log = free_port(), tmp_path_factory.mktemp("up") / "up.log"
+        argv = (*MOONGATE, "up", "--engines", "3", "--port", str(port))
+        stack = Child.start((*argv, *flags), f"http://127.0.0.1:{port}", log)
+        started.append(stack)
+        stack.wait_until("/ready", 30.0)
+        return stack
+
+    yield start
+    for stack in started:
+        stack.stop()

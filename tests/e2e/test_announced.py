@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 
 import httpx
 from conversation import Conversation
-from processes import ENGINE_PYTHON, Child, free_port
+from processes import ENGINE_PYTHON, MOONGATE, Child, free_port, until
 
 
 def _instances(url: str) -> dict[str, str]:
@@ -17,10 +15,7 @@ def _instances(url: str) -> dict[str, str]:
 
 
 def _wait_for(url: str, instances: dict[str, str], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while _instances(url) != instances:
-        assert time.monotonic() < deadline, _instances(url)
-        time.sleep(0.2)
+    until(lambda: _instances(url) == instances, limit_s, lambda: _instances(url))
 
 
 def test_an_engine_comes_serves_and_goes_by_itself(tiny_model: Path, tmp_path: Path) -> None:
@@ -28,14 +23,14 @@ def test_an_engine_comes_serves_and_goes_by_itself(tiny_model: Path, tmp_path: P
     file = tmp_path / "gateway.yaml"
     file.write_text(f"listen: {{port: {port}}}\ninstances: []\n")
     gateway = Child.start(
-        [sys.executable, "-m", "moongate.cli", "serve", "-c", str(file)],
+        [*MOONGATE, "serve", "-c", str(file)],
         f"http://127.0.0.1:{port}",
         tmp_path / "gateway.log",
     )
     engine_port = free_port()
     engine = Child.start(
         [
-            sys.executable, "-m", "moongate.cli", "engine", "serve",
+            *MOONGATE, "engine", "serve",
             "--python", str(ENGINE_PYTHON), "--model", str(tiny_model),
             "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float32",
             "--threads", "1", "--block-size", "32", "--max-model-len", "8192",

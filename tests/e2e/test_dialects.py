@@ -87,13 +87,41 @@ def test_c40_the_same_body_again_goes_where_its_prefix_is(
     assert counter(gateway.url, "moongate_route_fallback_total") == 0
 
 
+def test_c40_what_only_the_engine_can_render_it_is_asked_for(
+    engines: EnginePair, serve: Serve
+) -> None:
+    gateway = serve(engines)
+    for engine in engines:
+        httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False)
+    body = {
+        "model": "tiny", "input": TEXT, "max_output_tokens": 1,
+        "tools": [{"type": "custom", "name": "free", "description": "d"}],
+    }  # fmt: skip
+    with httpx.Client(base_url=gateway.url, timeout=60.0, trust_env=False) as client:
+        first, second = (client.post("/v1/responses", json=body) for _ in range(2))
+    assert (first.status_code, second.status_code) == (200, 200), second.text
+    assert second.headers["x-moongate-reason"] == "device_prefix"
+    predicted = int(second.headers["x-moongate-device-tokens"])
+    assert predicted > 5_000
+    usage = second.json()["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == predicted
+    assert int(second.headers["x-moongate-prompt-tokens"]) == usage["input_tokens"]
+    assert counter(gateway.url, "moongate_route_fallback_total") == 0
+
+
 def test_c40_a_prompt_that_can_not_be_read_is_counted(engines: EnginePair, serve: Serve) -> None:
     gateway = serve(engines)
-    tools = [{"type": "custom", "name": "free", "description": "d"}]
+    call = {"type": "tool_use", "name": "look", "input": {}}  # whose id the engine makes up
     answer = httpx.post(
-        f"{gateway.url}/v1/responses",
-        json={"model": "tiny", "input": "x", "tools": tools, "max_output_tokens": 1},
+        f"{gateway.url}/v1/messages",
+        json={
+            "model": "tiny", "max_tokens": 1,
+            "messages": [
+                {"role": "user", "content": "x"}, {"role": "assistant", "content": [call]},
+                {"role": "user", "content": "y"},
+            ],
+        },
         timeout=60.0, trust_env=False,
     )  # fmt: skip
     assert answer.status_code == 200, answer.text
-    assert counter(gateway.url, "moongate_route_fallback_total", reason="custom_tool") == 1
+    assert counter(gateway.url, "moongate_route_fallback_total", reason="call_without_id") == 1

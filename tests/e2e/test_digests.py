@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import vllm_digests
+import vllm_media_keys
 import xxhash
 from processes import ENGINE_PYTHON, PROJECT
 
@@ -27,3 +28,12 @@ def test_vllm_makes_the_digests_that_are_expected_of_it(tmp_path: Path) -> None:
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(made.stdout[made.stdout.index("[\n") :]) == json.loads(EXPECTED.read_text())
+
+
+@pytest.mark.skipif(not ENGINE_PYTHON.exists(), reason="no vLLM here: make setup-engine")
+def test_vllm_announces_media_as_is_expected_of_it() -> None:
+    expected = PROJECT / "tests" / "unit" / "engine_plugins" / "vllm_media_keys.json"
+    made = subprocess.run(
+        [ENGINE_PYTHON, vllm_media_keys.__file__], capture_output=True, text=True, check=True
+    )
+    assert json.loads(made.stdout[made.stdout.index("{\n") :]) == json.loads(expected.read_text())

@@ -18,7 +18,15 @@ import pytest
 from conversation import Conversation, ask
 from engine_metrics import counter
 from pool_processes import MooncakePool
-from processes import BLOCK_TOKENS, Child, EngineProcess, free_port, running, start_gateway
+from processes import (
+    BLOCK_TOKENS,
+    Child,
+    EngineProcess,
+    free_port,
+    running,
+    start_gateway,
+    until,
+)
 
 from moongate.engine_plugins.kv_transfer_launch import Handoff
 
@@ -99,6 +107,56 @@ def test_a_pair_answers_as_one_engine_alone(pair: Pair, tiny_model: Path) -> Non
     assert whole["usage"]["completion_tokens"] == 48
 
 
+TEXT = "def scan(index: int) -> list[str]:\n    return [str(index)]\n" * 120
+TOOL = {"name": "look", "description": "d"}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+OTHER_APIS: dict[str, tuple[str, dict[str, Any]]] = {
+    "response": (
+        "/v1/responses",
+        {
+            "instructions": TEXT, "input": "x", "max_output_tokens": 24, "temperature": 0,
+            "tools": [{"type": "function", **TOOL, "parameters": SCHEMA}],
+        },
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "system": f"In other words. {TEXT}", "messages": [{"role": "user", "content": "y"}], "max_tokens": 24,
+            "temperature": 0,
+        },
+    ),
+}  # fmt: skip
+
+
+def _said(answer: dict[str, Any]) -> tuple[Any, Any]:
+    usage = answer["usage"]
+    told = answer.get("output") or answer["content"]
+    texts = [part.get("text") or [c["text"] for c in part.get("content", ())] for part in told]
+    return texts, (usage["input_tokens"], usage["output_tokens"])
+
+
+@pytest.mark.parametrize("name", OTHER_APIS)
+def test_a_pair_answers_responses_and_messages_too(name: str, pair: Pair) -> None:
+    path, body = OTHER_APIS[name]
+    before = counter(pair.decode.url, EXTERNAL_HITS)
+    handed = pair.metric("moongate_pd_handoffs_total", result="handed_over")
+    with httpx.Client(timeout=60.0, trust_env=False) as client:
+        answer = client.post(f"{pair.url}{path}", json={"model": "tiny", **body})
+        alone = client.post(f"{pair.alone.url}{path}", json={"model": "tiny", **body})
+        assert (answer.status_code, alone.status_code) == (200, 200), answer.text
+        stream = client.post(f"{pair.url}{path}", json={"model": "tiny", "stream": True, **body})
+    assert answer.headers["x-moongate-prefill-instance"] == "p"
+    assert _said(answer.json())[0] == _said(alone.json())[0]
+    assert answer.json().get("kv_transfer_params") is None
+    prompt_tokens = int(answer.headers["x-moongate-prompt-tokens"])
+    assert counter(pair.decode.url, EXTERNAL_HITS) - before >= prompt_tokens > 2_000
+    assert pair.metric("moongate_pd_handoffs_total", result="handed_over") > handed
+    assert stream.status_code == 200
+    assert ("response.completed" in stream.text or "response.incomplete" in stream.text) == (
+        name == "response"
+    )
+
+
 async def _ask_many(pair: Pair, bodies: list[dict[str, Any]], at_once: int) -> list[str]:
     """Send all as streams, so many at a time. Return the texts."""
     gate = asyncio.Semaphore(at_once)
@@ -142,9 +200,7 @@ def test_fifty_requests_eight_at_a_time(
 def _wait_for_idle(engine: EngineProcess, limit_s: float = 5.0) -> float:
     """Wait until an engine's KV cache is held by nobody. Return how long that took."""
     began = time.monotonic()
-    while counter(engine.url, KV_USE) > 0:
-        assert time.monotonic() - began < limit_s, f"still {counter(engine.url, KV_USE):.2%} held"
-        time.sleep(0.1)
+    until(lambda: counter(engine.url, KV_USE) == 0, limit_s, lambda: counter(engine.url, KV_USE))
     return time.monotonic() - began
 
 
@@ -172,10 +228,7 @@ def test_a_client_that_leaves_strands_nothing(
     asyncio.run(several())
     took_s = _wait_for_idle(pair.prefill, 8.0)  # three prompts may still have to be computed
     _wait_for_idle(pair.decode, 8.0)
-    deadline = time.monotonic() + 8.0
-    while pair.metric("moongate_inflight_requests"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not pair.metric("moongate_inflight_requests"), 8.0)
     with capsys.disabled():
         print(f"\nleft after {after_s:.2f} s: the prefiller is idle {took_s:.1f} s later")
 
@@ -203,10 +256,7 @@ def test_a_restarted_prefiller_is_known_by_its_new_name(pair: Pair, tiny_model: 
     pair.prefill.kill()
     pair.prefill.start()
     pair.prefill.wait_ready()
-    deadline = time.monotonic() + 30.0
-    while pair.metric("moongate_instance_up", instance="p") != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: pair.metric("moongate_instance_up", instance="p") == 1, 30.0)
     before = counter(pair.decode.url, EXTERNAL_HITS)
     (reply,) = Conversation(pair.url, tiny_model, seed=9).grow(1, tokens=2000)
     assert reply.headers["x-moongate-prefill-instance"] == "p"

@@ -5,7 +5,6 @@ By our launches, plugin and connectors; no gateway. What is tested is what the g
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from pool_processes import MIB, MooncakePool
-from processes import BLOCK_TOKENS, EngineProcess, free_port, running
+from processes import BLOCK_TOKENS, EngineProcess, free_port, running, until
 
 from moongate.engine_plugins.kv_transfer_launch import Handoff
 
@@ -92,10 +91,7 @@ def keys_in_pool(pair: Pair) -> int:
 
 def wait_for_keys(pair: Pair, count: int) -> None:
     """Return when the pool has so many blocks: they are put there beside the answering."""
-    deadline = time.monotonic() + 20.0
-    while keys_in_pool(pair) < count:
-        assert time.monotonic() < deadline, (keys_in_pool(pair), count)
-        time.sleep(0.05)
+    until(lambda: keys_in_pool(pair) >= count, 20.0, lambda: (keys_in_pool(pair), count))
 
 
 def test_prompts_are_handed_over_again_and_again(pair: Pair) -> None:

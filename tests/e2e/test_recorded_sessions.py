@@ -11,11 +11,20 @@ import httpx
 import orjson
 import pytest
 from engine_metrics import counter
-from processes import BLOCK_TOKENS, EngineProcess, Serve
+from processes import BLOCK_TOKENS, Child, EngineProcess, Serve
 from recorded_sessions import RESULT_BYTES, Body, claude_code_session, codex_session
 
 EnginePair = tuple[EngineProcess, EngineProcess]
 SESSIONS = 3
+
+SIM_BLOCK_TOKENS = 16
+"""Block size of simulated engines."""
+
+EACH_AGENT = pytest.mark.parametrize(
+    ("path", "session"),
+    [("/v1/responses", codex_session), ("/v1/messages", claude_code_session)],
+    ids=["codex", "claude_code"],
+)
 
 
 class Turn(NamedTuple):
@@ -40,10 +49,12 @@ def read_usage(stream: str) -> tuple[int, int]:
     raise AssertionError(f"no usage: {stream[-500:]}")
 
 
-async def replay(client: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -> list[Turn]:
+async def replay(
+    client: httpx.AsyncClient, path: str, bodies: Iterator[Body], model: str
+) -> list[Turn]:
     turns = []
     for body in bodies:
-        answer = await client.post(path, json={"model": "tiny", **body})
+        answer = await client.post(path, json={"model": model, **body})
         assert answer.status_code == 200, answer.text
         prompt, cached = read_usage(answer.text)
         predicted = int(answer.headers["x-moongate-device-tokens"])
@@ -51,11 +62,17 @@ async def replay(client: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -
     return turns
 
 
-@pytest.mark.parametrize(
-    ("path", "session"),
-    [("/v1/responses", codex_session), ("/v1/messages", claude_code_session)],
-    ids=["codex", "claude_code"],
-)
+async def replay_all(
+    url: str, path: str, session: Callable[[int], Iterator[Body]], model: str
+) -> list[list[Turn]]:
+    """Replay all sessions side by side."""
+    options: Any = {"base_url": url, "timeout": 120.0, "trust_env": False}
+    async with httpx.AsyncClient(**options) as client:
+        replays = (replay(client, path, session(seed), model) for seed in range(SESSIONS))
+        return await asyncio.gather(*replays)
+
+
+@EACH_AGENT
 def test_a_coding_agents_sessions_reuse_nearly_all_they_can(
     path: str,
     session: Callable[[int], Iterator[Body]],
@@ -67,14 +84,7 @@ def test_a_coding_agents_sessions_reuse_nearly_all_they_can(
     for engine in engines:
         httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False)
 
-    async def all_at_once() -> list[list[Turn]]:
-        options: Any = {"base_url": gateway.url, "timeout": 120.0, "trust_env": False}
-        async with httpx.AsyncClient(**options) as client:
-            return await asyncio.gather(
-                *(replay(client, path, session(seed)) for seed in range(SESSIONS))
-            )
-
-    sessions = asyncio.run(all_at_once())
+    sessions = asyncio.run(replay_all(gateway.url, path, session, "tiny"))
     ideal = cached = 0
     for turns in sessions:
         assert len(turns) == len(RESULT_BYTES)
@@ -93,3 +103,29 @@ def test_a_coding_agents_sessions_reuse_nearly_all_they_can(
     assert exact >= 0.97 * len(later)
     assert counter(gateway.url, "moongate_route_fallback_total") == 0
     assert counter(gateway.url, "moongate_prefix_divergences_total") == 0
+
+
+@pytest.fixture(scope="module")
+def simulated(start_stack: Callable[..., Child]) -> Child:
+    return start_stack()
+
+
+@EACH_AGENT
+def test_on_simulated_engines_every_turn_goes_home(
+    path: str,
+    session: Callable[[int], Iterator[Body]],
+    simulated: Child,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ideal = cached = 0
+    for turns in asyncio.run(replay_all(simulated.url, path, session, "sim")):
+        assert len(turns) == len(RESULT_BYTES)
+        for before, now in itertools.pairwise(turns):
+            assert now.instance == before.instance, (before, now)
+            assert now.predicted_tokens == now.cached_tokens, (before, now)
+            ideal += before.prompt_tokens // SIM_BLOCK_TOKENS * SIM_BLOCK_TOKENS
+            cached += now.cached_tokens
+    with capsys.disabled():
+        print(f"\n{path}, simulated: {cached} of {ideal} tokens reused", end=" ")
+    assert cached >= 0.95 * ideal
+    assert counter(simulated.url, "moongate_route_fallback_total") == 0

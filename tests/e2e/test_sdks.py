@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from engine_metrics import counter
-from processes import BLOCK_TOKENS, PROJECT, Child, EngineProcess, Serve, free_port
+from processes import BLOCK_TOKENS, PROJECT, Child, EngineProcess, Serve
+from sdk_scripts import run_script
 
 EnginePair = tuple[EngineProcess, EngineProcess]
 
-SDK_PYTHON = PROJECT / ".venv-sdks" / "bin" / "python"
 SCRIPT = Path(__file__).parent / "sdks" / "loops.py"
-LOOP_S = 120.0
 
 # How many sessions each begins: the Agents SDK's has a sub-agent.
 LOOPS = {
@@ -36,19 +32,6 @@ LOOPS = {
     "litellm_chat": 1,
     "pydantic_ai_agent": 1,
 }
-
-
-def run_script(script: Path, *words: str, **environment: str) -> str:
-    """Run a script with the libraries that it is for. Return what it printed."""
-    if not SDK_PYTHON.exists():
-        pytest.fail(f"{SDK_PYTHON} is missing; run `make setup-sdks`")
-    done = subprocess.run(
-        [SDK_PYTHON, script, *words],
-        env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=LOOP_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def run_loop(name: str, url: str) -> list[tuple[int, int]]:
@@ -113,16 +96,8 @@ def test_an_example_runs_as_it_is(example: Path, engines: EnginePair, serve: Ser
 
 
 @pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    """Return the gateway of a local stack with three simulated engines."""
-    port, log = free_port(), tmp_path_factory.mktemp("up") / "up.log"
-    argv = (sys.executable, "-m", "moongate.cli", "up", "--engines", "3", "--port", str(port))
-    stack = Child.start(argv, f"http://127.0.0.1:{port}", log)
-    try:
-        stack.wait_until("/ready", 30.0)
-        yield stack
-    finally:
-        stack.stop()
+def simulated(start_stack: Callable[..., Child]) -> Child:
+    return start_stack()
 
 
 @pytest.mark.parametrize("name", ["openai_responses", "litellm_chat", "pydantic_ai_agent"])

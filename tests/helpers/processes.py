@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import yaml
@@ -25,10 +25,26 @@ import yaml
 from moongate.engine_plugins.vllm_launch import EngineLaunch, build_command
 
 PROJECT = Path(__file__).parents[2]
+T = TypeVar("T")
+MOONGATE = (sys.executable, "-m", "moongate.cli")
 ENGINE_PYTHON = PROJECT / ".venv-engine" / "bin" / "python"
 ENGINE_START_S = 180.0
 BLOCK_TOKENS = 32
 """Block size of the test engines: the smallest that vLLM's CPU kernels take."""
+
+
+def until(
+    condition: Callable[[], T | None],
+    timeout_s: float = 10.0,
+    told: Callable[[], object] = lambda: "",
+) -> T:
+    """Return the first true value of `condition()`. The test fails if there is none in time, and says
+    what `told` returns then."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {told()}"
+        time.sleep(0.03)
+    return value
 
 
 def free_port() -> int:
@@ -177,6 +193,19 @@ def running(*engines: EngineProcess) -> Iterator[None]:
             engine.stop()
 
 
+@contextlib.contextmanager
+def stack_up(directory: Path) -> Iterator[Child]:
+    """Run `moongate up`, which is a gateway before three simulated engines; it is ready."""
+    port = free_port()
+    argv = [*MOONGATE, "up", "--port", str(port)]
+    child = Child.start(argv, f"http://127.0.0.1:{port}", directory / "up.log")
+    try:
+        child.wait_until("/ready", 30.0)
+        yield child
+    finally:
+        child.stop()
+
+
 Serve = Callable[..., Child]
 """Starts a gateway before engines: `serve(engines, **settings)`."""
 
@@ -187,19 +216,24 @@ def start_gateway(directory: Path, settings: Mapping[str, Any], name: str = "gat
     file = directory / f"{name}.yaml"
     file.write_text(yaml.safe_dump({**settings, "listen": {"host": "127.0.0.1", "port": port}}))
     child = Child.start(
-        [sys.executable, "-m", "moongate.cli", "serve", "-c", str(file)],
+        [*MOONGATE, "serve", "-c", str(file)],
         f"http://127.0.0.1:{port}",
         directory / f"{name}.log",
     )
-    child.wait_until("/ready", 30.0)
-    deadline = time.monotonic() + 30.0
-    while states_of(child.url) != {"up"}:
-        assert time.monotonic() < deadline, f"not all instances came up:\n{child.tail()}"
-        time.sleep(0.05)
+    try:
+        child.wait_until("/ready", 30.0)
+        key = os.environ.get((settings.get("auth") or {}).get("admin_key_env") or "")
+        until(lambda: states_of(child.url, key) == {"up"}, 30.0, child.tail)
+    except BaseException:
+        child.kill()  # nobody else knows of it
+        raise
     return child
 
 
-def states_of(gateway_url: str) -> set[str]:
+def states_of(gateway_url: str, admin_key: str | None = None) -> set[str]:
     """Return the states that a gateway's instances are in."""
-    answer = httpx.get(f"{gateway_url}/admin/instances", timeout=10.0, trust_env=False)
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    answer = httpx.get(
+        f"{gateway_url}/admin/instances", timeout=10.0, trust_env=False, headers=headers
+    )
     return {instance["state"] for instance in answer.json()["instances"]}

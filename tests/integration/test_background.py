@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -152,9 +154,9 @@ async def test_it_goes_on_when_its_client_leaves() -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"stream": True}, 400, "stream"),
         ({"input": 3}, 400, "input"),
         ({"previous_response_id": "resp_9"}, 404, "previous_response_id"),
+        ({"previous_response_id": 5}, 400, "previous_response_id"),
         ({"model": "other"}, 404, "model"),
     ],
 )
@@ -178,3 +180,221 @@ async def test_without_a_store_the_engine_is_asked() -> None:
         body = {"model": "m", "input": "hi", "background": True, "store": False}
         answered = await gateway.client.post("/v1/responses", json=body)
         assert (answered.status_code, answered.content) == (400, refusal)
+
+
+class StreamingEngine:
+    """Streams by the id that it is asked to use; each event but the first once it may."""
+
+    def __init__(self, texts: int = 3, *, breaks_off: bool = False) -> None:
+        self.turns = asyncio.Semaphore(0)
+        self.texts = texts
+        self.breaks_off = breaks_off
+
+    def let(self, events: int = 100) -> None:
+        for _ in range(events):
+            self.turns.release()
+
+    async def __call__(self, request: Received) -> None:
+        response = {
+            "id": request.json()["request_id"], "object": "response", "status": "in_progress",
+            "background": False, "previous_response_id": None, "output": [],
+        }  # fmt: skip
+        await request.start_stream()
+        await self._send(request, 0, "response.created", response=response)
+        for number in range(1, self.texts + 1):
+            await self.turns.acquire()
+            await self._send(request, number, "response.output_text.delta", delta="a")
+        await self.turns.acquire()
+        if self.breaks_off:
+            request.cut()
+            return
+        done = {**response, "status": "completed", "output": OUTPUT}
+        await self._send(request, self.texts + 1, "response.completed", response=done)
+        await request.send_chunk(b"")
+
+    async def _send(self, request: Received, number: int, kind: str, **fields: Any) -> None:
+        data = json.dumps({"type": kind, "sequence_number": number, **fields})
+        await request.send_chunk(f"event: {kind}\ndata: {data}\n\n".encode())
+
+
+def events_of(text: str) -> list[Any]:
+    return [json.loads(part.partition("data: ")[2]) for part in text.split("\n\n") if part]
+
+
+ASKED = {"model": "m", "input": "hi", "background": True, "stream": True}
+
+
+async def first_event(answer: httpx.Response) -> Any:
+    text = ""
+    async for piece in answer.aiter_text():
+        text += piece
+        if "\n\n" in text:
+            break
+    return events_of(text)[0]
+
+
+async def test_its_stream_is_told_to_its_end_and_can_be_told_again_from_anywhere() -> None:
+    handler = StreamingEngine()
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        handler.let()
+        answer = await gateway.client.post("/v1/responses", json=ASKED)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-moongate-instance"]
+        told = events_of(answer.text)
+        assert [event["sequence_number"] for event in told] == [0, 1, 2, 3, 4]
+        assert {told[0]["response"]["background"], told[-1]["response"]["background"]} == {True}
+        path = f"/v1/responses/{told[0]['response']['id']}"
+        assert (await gateway.client.get(path)).json() == told[-1]["response"]
+        again = await gateway.client.get(path, params={"stream": True})
+        assert again.text == answer.text
+        rest = await gateway.client.get(path, params={"stream": True, "starting_after": 2})
+        assert events_of(rest.text) == told[3:]
+        none = await gateway.client.get(path, params={"stream": True, "starting_after": 4})
+        assert (none.status_code, none.text) == (200, "")
+        for wrong in ({"starting_after": -1}, {"starting_after": "x"}, {"stream": "maybe"}):
+            refused = await gateway.client.get(path, params={"stream": True, **wrong})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                400,
+                "invalid_request",
+            )
+            assert next(iter(wrong)) in refused.json()["error"]["message"]
+        assert await gateway.metric("moongate_requests_total", route="/v1/responses") == 1
+
+
+async def test_its_stream_goes_on_without_its_client_which_comes_back() -> None:
+    handler = StreamingEngine()
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        async with gateway.client.stream("POST", "/v1/responses", json=ASKED) as answer:
+            first = await first_event(answer)
+        path = f"/v1/responses/{first['response']['id']}"
+        handler.let(2)
+        behind = {"stream": True, "starting_after": 0}
+        back = asyncio.create_task(gateway.client.get(path, params=behind))
+        other = asyncio.create_task(gateway.client.get(path, params={"stream": True}))
+        handler.let()
+        assert [e["sequence_number"] for e in events_of((await back).text)] == [1, 2, 3, 4]
+        assert len(events_of((await other).text)) == 5
+        assert (await gateway.client.get(path)).json()["status"] == "completed"
+        assert not engine.received[0].client_left.is_set()
+        await until(lambda: gateway.inflight() == 0)
+
+
+@contextlib.asynccontextmanager
+async def streaming(gateway: LiveGateway) -> AsyncIterator[tuple[str, AsyncIterator[str]]]:
+    """Begin a response whose stream is read; yield its path and what comes after the first event."""
+    async with gateway.client.stream("POST", "/v1/responses", json=ASKED) as answer:
+        text = answer.aiter_text()
+        (first,) = events_of(await anext(text))
+        yield f"/v1/responses/{first['response']['id']}", text
+
+
+async def test_its_stream_ends_when_it_is_cancelled() -> None:
+    handler = StreamingEngine()
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        async with streaming(gateway) as (path, text):
+            cancelled = await gateway.client.post(f"{path}/cancel")
+            assert cancelled.json()["status"] == "cancelled"
+            (last,) = events_of("".join([piece async for piece in text]))
+        assert (last["type"], last["sequence_number"]) == ("response.failed", 1)
+        assert last["response"]["status"] == "cancelled"
+        await until(engine.received[0].client_left.is_set)
+        again = await gateway.client.get(path, params={"stream": True})
+        assert [event["type"] for event in events_of(again.text)][-1] == "response.failed"
+        await until(lambda: gateway.inflight() == 0)
+
+
+async def test_its_stream_tells_of_an_engine_that_broke_off() -> None:
+    handler = StreamingEngine(breaks_off=True)
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        handler.let()
+        told = events_of((await gateway.client.post("/v1/responses", json=ASKED)).text)
+        assert told[-1]["type"] == "response.failed"
+        path = f"/v1/responses/{told[0]['response']['id']}"
+        stored = (await gateway.client.get(path)).json()
+        assert (stored["status"], stored["error"]["code"]) == ("failed", "server_error")
+
+
+async def test_an_engine_that_refuses_a_stream_is_heard_at_once() -> None:
+    refusal = b'{"error":{"message":"too long","code":400}}'
+
+    async def refuse(request: Received) -> None:
+        await request.answer(400, refusal)
+
+    async with FakeEngine(refuse) as engine, live_gateway([engine.url]) as gateway:
+        answer = await gateway.client.post("/v1/responses", json=ASKED)
+        assert (answer.status_code, answer.content) == (400, refusal)
+
+
+async def test_a_client_that_leaves_before_it_knows_the_name_ends_it() -> None:
+    async def never(request: Received) -> None:
+        await request.client_left.wait()
+
+    async with FakeEngine(never) as engine, live_gateway([engine.url]) as gateway:
+        with pytest.raises(httpx.ReadTimeout):
+            await gateway.client.post("/v1/responses", json=ASKED, timeout=0.3)
+        await until(engine.received[0].client_left.is_set)
+        await until(lambda: gateway.inflight() == 0)
+
+
+async def test_only_a_stream_can_be_told_as_one() -> None:
+    handler = Engine()
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        handler.may_answer.set()
+        queued = await begin(gateway)
+        await wait_for(gateway, queued["id"], "completed")
+        path = f"/v1/responses/{queued['id']}"
+        answer = await gateway.client.get(path, params={"stream": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+        unknown = await gateway.client.get("/v1/responses/resp_x", params={"stream": True})
+        assert unknown.status_code == 404
+
+
+async def test_what_is_deleted_ends_and_stays_gone() -> None:
+    handler = StreamingEngine()
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        async with streaming(gateway) as (path, text):
+            assert (await gateway.client.delete(path)).json()["deleted"] is True
+            with pytest.raises(httpx.RemoteProtocolError):
+                async for _ in text:
+                    pass
+        await until(engine.received[0].client_left.is_set)
+        await until(lambda: gateway.inflight() == 0)
+        handler.let()
+        assert (await gateway.client.get(path)).status_code == 404
+        assert (await gateway.client.post(f"{path}/cancel")).status_code == 404
+
+
+async def test_what_can_not_be_written_again_is_refused() -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
+        body = {"model": "m", "input": "hi", "background": True, "metadata": {"a": deep}}
+        answer = await gateway.client.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert await gateway.metric("moongate_requests_total", code="400") == 1
+
+
+async def test_without_room_for_responses_there_is_no_background() -> None:
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url], responses={"bytes_max": 0}) as gateway:
+            body = {"model": "m", "input": "hi", "background": True}
+            answer = await gateway.client.post("/v1/responses", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
+
+
+async def test_an_end_mark_behind_the_end_changes_nothing() -> None:
+    async def answer(request: Received) -> None:
+        response = {"id": request.json()["request_id"], "status": "completed", "output": OUTPUT}
+        data = json.dumps(
+            {"type": "response.completed", "sequence_number": 0, "response": response}
+        )
+        await request.start_stream()
+        event = f"event: response.completed\ndata: {data}\n\ndata: [DONE]\n\n"
+        await request.send_chunk(event.encode())
+        await request.send_chunk(b"")
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        text = (await gateway.client.post("/v1/responses", json=ASKED)).text
+        name = json.loads(text.partition("data: ")[2].partition("\n")[0])["response"]["id"]
+        await wait_for(gateway, name, "completed")

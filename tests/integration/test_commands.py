@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from processes import Child, free_port, start_gateway
+from processes import MOONGATE, Child, free_port, start_gateway, until
 
 pytestmark = pytest.mark.timeout(60)
-
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 
 Launch = Callable[..., Child]
@@ -42,10 +41,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 def printed_curl(log: Path) -> httpx.Response:
     """Do what the printed curl line does, once it is printed."""
-    deadline = time.monotonic() + 10
-    while "Ctrl-C stops" not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    until(lambda: "Ctrl-C stops" in log.read_text(), told=log.read_text)
     words = shlex.split(log.read_text().partition("  curl ")[2].partition("Ctrl-C")[0])
     url = next(word for word in words if word.startswith("http"))
     headers = {"content-type": "application/json"}
@@ -68,7 +64,9 @@ def test_up_serves_until_a_signal_and_leaves_nothing(launch: Launch, number: int
         os.killpg(child.process.pid, 0)
     printed = log.read_text()
     assert f"{url}/v1" in printed
+    assert f"{url}/ui" in printed
     assert "curl -i" in printed
+    assert "\x1b" not in printed, "what is no terminal gets plain lines"
     assert "Traceback" not in printed
 
 
@@ -84,7 +82,37 @@ def test_a_port_in_use_is_said_and_is_exit_code_1(launch: Launch) -> None:
     assert "Traceback" not in second.stderr
 
 
-def test_sigterm_lets_a_running_answer_end(tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_c90_past_the_limit_a_running_answer_ends_so_that_it_is_seen(
+    tmp_path: Path, launch: Launch, is_stream: bool
+) -> None:
+    sim = launch("sim-engine", "--decode-tokens-per-s", "5", port=free_port())
+    sim.wait_until("/health", 20.0)
+    gateway = start_gateway(
+        tmp_path, {"instances": [{"id": "a", "url": sim.url}], "drain": {"limit_s": 1.0}}
+    )
+    body = {"model": "sim", "prompt": "x", "max_tokens": 100, "stream": is_stream}
+    with httpx.Client(base_url=gateway.url, timeout=30, trust_env=False) as client:
+        stopping = threading.Timer(0.5, gateway.process.terminate)
+        stopping.start()
+        began = time.monotonic()
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            told = answer.read().decode()
+        assert 1.0 < time.monotonic() - began < 5.0
+    if is_stream:
+        *events, error, end = [line for line in told.splitlines() if line]
+        assert answer.status_code == 200
+        assert len(events) >= 2
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "gateway_stopping"
+        assert end == "data: [DONE]"
+    else:
+        assert answer.status_code == 503
+        assert json.loads(told)["error"]["code"] == "gateway_stopping"
+        assert answer.headers["retry-after"] == "1"
+    assert gateway.process.wait(10) == 0
+
+
+def test_c90_sigterm_lets_a_running_answer_end(tmp_path: Path, launch: Launch) -> None:
     sim = launch("sim-engine", "--decode-tokens-per-s", "20", port=free_port())
     sim.wait_until("/health", 20.0)
     gateway = start_gateway(
@@ -115,6 +143,26 @@ def test_a_wrong_file_is_refused_quickly_by_serve(tmp_path: Path) -> None:
     assert time.monotonic() - began < 3.0
     assert refused.returncode == 1
     assert f"{file}:1: polcy: unknown key (did you mean policy?)" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "sim-engine"])
+def test_a_wrong_script_is_told_with_its_line(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "script.yaml"
+    file.write_text("- answers:\n  - txt: hello\n")
+    words = [*MOONGATE, command, "--port", "0", "--script", str(file)]
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert refused.returncode == 1
+    assert refused.stderr == f"moongate: {file}:2: rule 1: answers[0].txt: unknown key\n"
+
+
+def test_up_answers_by_a_script(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text('{"when": {"user": "weather"}, "answers": [{"text": "It rains."}]}\n')
+    child = launch("up", "--engines", "1", "--script", str(script), port=free_port())
+    child.wait_until("/ready", 20.0)
+    body = {"model": "sim", "messages": [{"role": "user", "content": "How is the weather?"}]}
+    answer = httpx.post(f"{child.url}/v1/chat/completions", json=body, trust_env=False)
+    assert answer.json()["choices"][0]["message"]["content"] == "It rains."
 
 
 def test_explain_shows_every_candidate(tmp_path: Path, launch: Launch) -> None:

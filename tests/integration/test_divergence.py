@@ -52,3 +52,17 @@ async def test_it_is_counted_logged_and_explained(
         assert same.json()["divergence"] is None
         nobody = await gateway.client.post("/admin/explain", json=turn)
         assert nobody.json()["divergence"] is None
+
+
+async def test_a_session_that_said_that_it_ended_is_not_compared_to_the_next_with_its_key() -> None:
+    first: dict[str, Any] = {"messages": [SYSTEM, USER], "max_tokens": 2}
+    other = {**SYSTEM, "content": "At 10:31. " + SYSTEM["content"]}
+    headers = {"x-session-id": "one"}
+    async with pd_fleet(prefill=0, decode=0, both=1) as fleet:
+        gateway = fleet.gateway
+        last = {**headers, "x-moongate-session-end": "true"}
+        assert (await gateway.chat(headers=last, **first)).status_code == 200
+        turn = {**first, "messages": [other, USER]}
+        assert (await gateway.chat(headers=headers, **turn)).status_code == 200
+        assert await gateway.metric("moongate_prefix_divergences_total") == 0
+        assert await gateway.metric("moongate_inflight_requests") == 0

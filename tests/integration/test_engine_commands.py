@@ -9,17 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from processes import MOONGATE, free_port, until
 
 pytestmark = pytest.mark.timeout(60)
 
-MOONGATE = [sys.executable, "-m", "moongate.cli"]
 
 # Stands for a Python that has vLLM: serves /health on the port that it is given. It ends at once, or
 # leaves a child behind when it ends, when told to.
@@ -82,10 +80,9 @@ class FakeGateway:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def wait_for(self, method: str, times: int = 1) -> None:
-        deadline = time.monotonic() + 15.0
-        while [m for m, _, _ in self.asked].count(method) < times:
-            assert time.monotonic() < deadline, self.asked
-            time.sleep(0.02)
+        until(
+            lambda: [m for m, _, _ in self.asked].count(method) >= times, 15.0, lambda: self.asked
+        )
 
     def stop(self) -> None:
         self._server.shutdown()

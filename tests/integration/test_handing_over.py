@@ -111,7 +111,7 @@ async def test_c63_every_limit_of_the_prefill_leg_is_one(limits: dict[str, int])
         assert answer.json()["usage"]["completion_tokens"] == expected
 
 
-async def test_c63_responses_are_computed_where_they_are_decoded() -> None:
+async def test_c63_responses_are_handed_over_too() -> None:
     async with pd_fleet(decode=0, both=1) as fleet, FakeEngine() as decode:
         instances = [
             instance("p0", fleet.prefill[0], Role.PREFILL),
@@ -120,8 +120,13 @@ async def test_c63_responses_are_computed_where_they_are_decoded() -> None:
         body = {"model": "m", "input": "hi", "max_output_tokens": 500}
         async with live_gateway([], instances=instances) as gateway:
             await gateway.client.post("/v1/responses", json=body)
-        assert [json.loads(request.body) for request in decode.received] == [body]
-        assert list(fleet.prefill[0].received) == []
+        (decoded,) = [json.loads(request.body) for request in decode.received]
+        params = decoded.pop("kv_transfer_params")
+        assert decoded == body
+        assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+        (prefill,) = fleet.prefill[0].received
+        assert (prefill.body["max_output_tokens"], prefill.body["store"]) == (1, False)
+        assert prefill.body["kv_transfer_params"]["transfer_id"] == params["transfer_id"]
 
 
 async def test_c64_only_the_decode_leg_streams_and_usage_is_the_clients_own() -> None:
@@ -137,19 +142,21 @@ async def test_c64_only_the_decode_leg_streams_and_usage_is_the_clients_own() ->
         await fleet.until_idle()
 
 
+JSON_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "tokens"),
     [
-        {"min_tokens": 20, "max_tokens": 30},
-        {"stop": ["\n"], "max_tokens": 30},
-        {},  # the answer ends by itself, at its first token
-        {
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-            "max_tokens": 30,
-        },
+        ({"min_tokens": 20, "max_tokens": 30}, 30),
+        ({"stop": ["\n"], "max_tokens": 30}, 30),
+        ({}, 1),  # the answer ends by itself, at its first token
+        ({"response_format": JSON_FORM, "max_tokens": 30}, 2),  # "{}" and the end
     ],
 )
-async def test_c65_nothing_ends_a_prefill_but_its_length(fields: dict[str, Any]) -> None:
+async def test_c65_nothing_ends_a_prefill_but_its_length(
+    fields: dict[str, Any], tokens: int
+) -> None:
     ends = {"answer_tokens": 1}
     body = {"messages": MESSAGES, "temperature": 0, **fields}
     async with pd_fleet(prefill_config=ends, decode_config=ends) as fleet:
@@ -162,7 +169,7 @@ async def test_c65_nothing_ends_a_prefill_but_its_length(fields: dict[str, Any])
         assert not {"stop", "response_format"} & set(prefill.body)
         assert prefill.body["ignore_eos"] is True
         assert text(answer) == text(alone)
-        assert answer.json()["usage"]["completion_tokens"] == fields.get("max_tokens", 1)
+        assert answer.json()["usage"]["completion_tokens"] == tokens
         await fleet.until_idle()
 
 

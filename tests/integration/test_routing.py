@@ -440,7 +440,7 @@ async def test_a_bug_of_ours_is_an_error_object_and_leaves_nothing(
         raise RuntimeError("a bug")
 
     async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
-        monkeypatch.setattr("moongate.gateway.hotpath.find_user", fail)
+        monkeypatch.setattr("moongate.gateway.request_reading.find_user", fail)
         answer = await gateway.chat()
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"

@@ -37,7 +37,10 @@ def test_the_wheel_holds_every_file_of_every_component(tmp_path: Path) -> None:
         f"moongate/{name}"
         for name in listed
         if name.split("/")[0] not in outside
-        and (name.endswith((".py", "py.typed")) or name.startswith("simulator/model/"))
+        and (
+            name.endswith((".py", "py.typed"))
+            or name.startswith(("simulator/model/", "gateway/ui/"))
+        )
     }
     assert packed == expected
 

@@ -567,6 +567,26 @@ def test_special_tokens_around_a_text_are_known_unless_they_depend_on_it(
     assert ModelRenderer(tokenizer, {}, {}).frame == frame
 
 
+def test_a_text_is_encoded_with_the_places_where_its_tokens_end() -> None:
+    assert renderer(PLAIN).encode_with_ends("a b") == ([1, 2], [2, 3])
+    assert renderer(PLAIN).encode_with_ends("") == ([], [])
+
+
+def test_a_character_of_several_tokens_is_complete_with_the_last() -> None:
+    own = ModelRenderer.load(Path(moongate.simulator.__file__).parent / "model")
+    ids, ends = own.encode_with_ends("a☃b")
+    assert len(ids) == len(ends) > 3
+    assert (ends[0], ends[-3:]) == (1, [1, 2, 3])
+
+
+def test_the_end_of_a_turn_is_the_tokenizers_own_token() -> None:
+    own = ModelRenderer.load(Path(moongate.simulator.__file__).parent / "model")
+    assert own.end_token is not None
+    assert own.end_token.text == "<|im_end|>"
+    assert own.encode("<|im_end|>", add_special_tokens=False) == [own.end_token.id]
+    assert renderer(PLAIN).end_token is None
+
+
 def test_pieces_are_encoded_each_by_itself_without_special_tokens() -> None:
     assert renderer(PLAIN).encode_pieces(["a b", "", "b"]) == [[1, 2], [], [2]]
 

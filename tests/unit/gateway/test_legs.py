@@ -18,11 +18,12 @@ from moongate.gateway.legs import (
     read_prefill,
     stays_whole,
 )
-from moongate.gateway.routes import PROXIED
+from moongate.gateway.routes import PROXIED, PromptKind
 
 CHAT = PROXIED["/v1/chat/completions"]
 COMPLETION = PROXIED["/v1/completions"]
 RESPONSES = PROXIED["/v1/responses"]
+ANTHROPIC = PROXIED["/v1/messages"]
 MESSAGES = [{"role": "user", "content": "hi"}]
 FIXED = {"max_tokens": 1, "stream": False, "ignore_eos": True}
 
@@ -59,7 +60,10 @@ def test_what_shapes_the_prompt_stays_byte_for_byte() -> None:
         "logit_bias": b'{"5": -100}',
     }
     raw = b"{%b}" % b", ".join(b'"%b" : %b' % (k.encode(), v) for k, v in shaping.items())
-    fields = {name: bytes(value) for name, value in raw_fields(one_token_body(raw)).items()}
+    fields = {
+        name: bytes(value)
+        for name, value in raw_fields(one_token_body(raw, PromptKind.CHAT)).items()
+    }
     assert {name: fields[name] for name in shaping} == shaping
     assert set(fields) - set(shaping) == set(FIXED)
 
@@ -69,7 +73,9 @@ def test_what_shapes_the_prompt_stays_byte_for_byte() -> None:
 def test_what_could_end_it_otherwise_or_fits_no_single_token_is_left_out(
     name: str, value: object
 ) -> None:
-    assert orjson.loads(one_token_body(orjson.dumps({"model": "m", name: value}))) == {
+    assert orjson.loads(
+        one_token_body(orjson.dumps({"model": "m", name: value}), PromptKind.CHAT)
+    ) == {
         "model": "m",
         **FIXED,
     }
@@ -78,22 +84,22 @@ def test_what_could_end_it_otherwise_or_fits_no_single_token_is_left_out(
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 @pytest.mark.parametrize("value", [500, 0, None, "many"])
 def test_c63_every_limit_that_was_given_is_one(name: str, value: object) -> None:
-    sent = orjson.loads(one_token_body(orjson.dumps({name: value})))
+    sent = orjson.loads(one_token_body(orjson.dumps({name: value}), PromptKind.CHAT))
     assert sent == {**FIXED, name: 1}
 
 
 def test_c64_there_is_no_stream() -> None:
     body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": False}
-    assert orjson.loads(one_token_body(orjson.dumps(body))) == FIXED
+    assert orjson.loads(one_token_body(orjson.dumps(body), PromptKind.CHAT)) == FIXED
 
 
 def test_of_a_field_given_twice_the_last_counts_as_for_engines() -> None:
     raw = rb'{"temperature":1,"n":1,"te\u006dperature":2,"\u006e":3}'
-    assert orjson.loads(one_token_body(raw)) == {"temperature": 2, **FIXED}
+    assert orjson.loads(one_token_body(raw, PromptKind.CHAT)) == {"temperature": 2, **FIXED}
 
 
 def test_an_empty_body_and_one_with_spaces_are_bodies_too() -> None:
-    assert orjson.loads(one_token_body(b" { } ")) == FIXED
+    assert orjson.loads(one_token_body(b" { } ", PromptKind.CHAT)) == FIXED
 
 
 # --- who may be handed over -----------------------------------------------------------------------
@@ -162,10 +168,63 @@ def test_the_first_id_of_a_large_prompt_is_looked_at() -> None:
     assert not may_hand_over(COMPLETION, completion(prompt=["word"] * 20_000))
 
 
-def test_what_has_no_prompt_here_may_not_be() -> None:
-    body = parse_body(b'{"model":"m","input":"x","echo":true}', RESPONSES)
-    assert not may_hand_over(RESPONSES, body)
-    assert not stays_whole(RESPONSES, body)
+def test_what_has_no_prompt_may_not_be() -> None:
+    embedded = PROXIED["/v1/embeddings"]
+    body = parse_body(b'{"model":"m","input":"x","echo":true}', embedded)
+    assert not may_hand_over(embedded, body)
+    assert not stays_whole(embedded, body)
+
+
+def response(**fields: Any) -> Body:
+    return parse_body(orjson.dumps({"model": "m", "input": "x", **fields}), RESPONSES)
+
+
+def message(**fields: Any) -> Body:
+    body = {"model": "m", "messages": MESSAGES, "max_tokens": 9, **fields}
+    return parse_body(orjson.dumps(body), ANTHROPIC)
+
+
+def test_responses_and_messages_may_be() -> None:
+    tools = [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]
+    assert may_hand_over(RESPONSES, response(stream=True, tools=tools, echo=True))
+    assert may_hand_over(ANTHROPIC, message(stream=True, tools=[{"name": "f"}]))
+    assert not stays_whole(RESPONSES, response(echo=True))
+
+
+@pytest.mark.parametrize("kind", ["web_search_preview", "mcp", "code_interpreter", None])
+def test_a_response_that_uses_the_engines_tools_may_not_be(kind: str | None) -> None:
+    assert not may_hand_over(RESPONSES, response(tools=[{"type": "function"}, {"type": kind}]))
+    assert not may_hand_over(RESPONSES, response(tools=["x"]))
+
+
+@pytest.mark.parametrize("tools", [None, 5, True, 1.5, "x", {}])
+def test_tools_that_make_no_sense_are_for_the_engine_to_refuse(tools: object) -> None:
+    assert may_hand_over(RESPONSES, response(tools=tools))
+
+
+def test_c63_prefills_of_responses_and_messages_are_for_one_token() -> None:
+    asked: dict[str, Any] = {
+        "model": "m",
+        "input": "x",
+        "max_output_tokens": 500,
+        "stream": True,
+        "store": True,
+    }
+    more: dict[str, Any] = {
+        "text": {"format": {"type": "json_object"}},
+        "stop": ["a"],
+        "instructions": "be",
+    }
+    assert orjson.loads(one_token_body(orjson.dumps(asked | more), PromptKind.RESPONSES)) == {
+        "model": "m", "input": "x", "instructions": "be", "max_output_tokens": 1, "stream": False,
+        "store": False, "ignore_eos": True,
+    }  # fmt: skip
+    asked = {"model": "m", "messages": [], "max_tokens": 500, "stop_sequences": ["x"]}
+    more = {"stream": True, "thinking": {"type": "enabled", "budget_tokens": 100}}
+    assert orjson.loads(one_token_body(orjson.dumps(asked | more), PromptKind.MESSAGES)) == {
+        "model": "m", "messages": [], "max_tokens": 1, "stream": False,
+        "thinking": more["thinking"],
+    }  # fmt: skip
 
 
 def test_c70_what_needs_the_prompts_logits_stays_whole() -> None:
@@ -241,5 +300,34 @@ def test_parameters_are_an_object(params: object) -> None:
 def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
     deep = b"[" * 100_000 + b"]" * 100_000
     with pytest.raises(GatewayError) as caught:
-        one_token_body(b'{"model":"m","x":' + deep + b"}")
+        one_token_body(b'{"model":"m","x":' + deep + b"}", PromptKind.CHAT)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_held"),
+    [
+        ({"incomplete_details": {"reason": "max_output_tokens"}}, True),
+        ({"incomplete_details": {"reason": "content_filter"}}, False),
+        ({"incomplete_details": None}, False),
+        ({}, False),
+        ({"incomplete_details": "x"}, False),
+    ],
+)
+def test_what_a_responses_prefill_says(fields: dict[str, Any], is_held: bool) -> None:
+    usage = {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}
+    told = {"object": "response", "usage": usage, "kv_transfer_params": {"a": 1}, **fields}
+    report = read_prefill(orjson.dumps(told))
+    assert report.is_held == is_held
+    if fields.get("incomplete_details") != "x":
+        assert report[1:] == ({"a": 1}, 4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_held"),
+    [("max_tokens", True), ("tool_use", True), ("end_turn", False), (None, False)],
+)
+def test_what_a_messages_prefill_says(reason: str | None, is_held: bool) -> None:
+    usage = {"input_tokens": 5, "cache_read_input_tokens": 4}
+    told = {"type": "message", "stop_reason": reason, "usage": usage, "kv_transfer_params": None}
+    assert read_prefill(orjson.dumps(told)) == PrefillReport(is_held, None, 4)

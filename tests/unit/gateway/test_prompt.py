@@ -112,7 +112,7 @@ async def a_pipeline(
         waiting_max=waiting_max,
         memory_bytes_max=memory_bytes_max,
         spaces=lambda _: spaces,
-        remote=lambda _: remote.api if remote is not None else None,
+        remotes=lambda _: [remote.api] if remote is not None else [],
         clock=clock if clock is not None else Clock(),
     )
     try:

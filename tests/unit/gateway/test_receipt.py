@@ -73,9 +73,11 @@ def test_a_decision_as_json_has_every_candidate_and_cost_term() -> None:
         "reason": "device_prefix",
         "instance": "a@1",
         "prefill_instance": None,
+        "runner_up": "b",
         "prompt_tokens": 128,
         "device_tokens": 96,
         "pool_tokens": 0,
+        "cost_ms": 12.34,
         "prefill": None,
         "candidates": [
             {

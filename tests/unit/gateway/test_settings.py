@@ -1,5 +1,6 @@
 """The configuration file: what it may say, and the line that each wrong value gets."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -378,12 +379,32 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ("state: {kind: redis}", "state.kind: this version supports memory only: 'redis'"),
+        ("state: {kind: redis}", "state: url: expected redis://host:port/number, for kind: redis"),
+        (
+            "state: {kind: redis, url: 'http://x:1'}",
+            "state: url: expected redis://host:port/number, for kind: redis",
+        ),
+        ("state: {url: 'redis://x:1'}", "state: url: only with kind: redis"),
+        *(
+            (
+                f"state: {{kind: redis, url: '{url}'}}",
+                "state: url: expected redis://host:port/number, for kind: redis",
+            )
+            for url in (
+                "redis://h:abc/0",
+                "redis://h:99999",
+                "redis://h:1/x",
+                "redis://h:1/0?foo=1",
+                "redis://",
+                "unix:///x",
+            )
+        ),
         (
             "observability: {stream_usge: asked}",
             (
                 "observability.stream_usge: unknown key (did you mean stream_usage?); known here: "
-                "keep_text, otlp_endpoint, receipt_headers, stream_usage"
+                "decisions_max, keep_text, log_format, otlp_endpoint, otlp_headers_env, "
+                "receipt_headers, sample_ratio, stream_usage"
             ),
         ),
     ],
@@ -633,3 +654,62 @@ def test_a_bootstrap_server_tells_the_connector_unless_it_is_named(
 ) -> None:
     settings = parse(fleet(f"role: prefill, {fields}", "role: decode"))
     assert settings.instances[0].handoff is kind
+
+
+# --- traces ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "posted_to"),
+    [
+        ("http://127.0.0.1:4318", "http://127.0.0.1:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://host/otlp", "https://host/otlp/v1/traces"),
+        ("https://host/otlp/v1/traces", "https://host/otlp/v1/traces"),
+    ],
+)
+def test_traces_are_posted_below_the_endpoint(endpoint: str, posted_to: str) -> None:
+    settings = parse(f"observability: {{otlp_endpoint: '{endpoint}'}}\n{ONE}")
+    assert settings.observability.otlp_endpoint == posted_to
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["collector:4318", "grpc://c:4317", "http://u:p@c:1", "http://c:1/?k=v", "http://c/\n"],
+)
+def test_c96_an_endpoint_that_can_not_be_posted_to_is_refused(endpoint: str) -> None:
+    (problem,) = problems_of(f"observability: {{otlp_endpoint: {json.dumps(endpoint)}}}\n{ONE}")
+    assert problem.startswith("m.yaml:1: observability.otlp_endpoint: expected http://host:4318")
+
+
+@pytest.mark.parametrize("ratio", ["-0.1", "1.1", ".nan"])
+def test_c96_a_share_lies_between_none_and_all(ratio: str) -> None:
+    (problem,) = problems_of(f"observability: {{sample_ratio: {ratio}}}\n{ONE}")
+    assert problem.startswith("m.yaml:1: observability.sample_ratio: Input should be")
+
+
+def test_headers_for_a_collector_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"observability: {{otlp_headers_env: OTLP_KEYS}}\n{ONE}"
+    monkeypatch.delenv("OTLP_KEYS", raising=False)
+    assert problems_of(text) == ("m.yaml:1: observability: otlp_headers_env: OTLP_KEYS is not set",)
+    monkeypatch.setenv("OTLP_KEYS", "authorization=Bearer%20k1, x-scope=a")
+    headers = parse(text).observability.otlp_headers
+    assert headers == {"authorization": "Bearer k1", "x-scope": "a"}
+
+
+@pytest.mark.parametrize("secret", ["k1", "a b=k1", "a=k1%0d%0ax: y", "a=ok,=k1"])
+def test_malformed_headers_are_refused_without_showing_them(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTLP_KEYS", secret)
+    (problem,) = problems_of(f"observability: {{otlp_headers_env: OTLP_KEYS}}\n{ONE}")
+    assert "expected NAME=VALUE" in problem
+    assert "k1" not in problem
+
+
+def test_c96_a_log_format_is_one_of_two() -> None:
+    (problem,) = problems_of(f"observability: {{log_format: jsn}}\n{ONE}")
+    assert problem == (
+        "m.yaml:1: observability.log_format: Input should be 'text' or 'json'; got 'jsn' "
+        "(did you mean json?)"
+    )

@@ -31,6 +31,18 @@ def test_a_tally_counts_by_its_labels() -> None:
     assert samples(registry) == {("x_total", ("a", "200")): 3.0, ("x_total", ('b"', "500")): 1.0}
 
 
+def test_a_tally_tells_its_sum_for_the_first_labels() -> None:
+    tally = Tally("x", "Things", ["kind", "code"], registry=CollectorRegistry())
+    for kind, code, times in (("a", "200", 2), ("a", "500", 1), ("b", "200", 4)):
+        tally.add(times, kind, code)
+    assert [tally.total(), tally.total("a"), tally.total("a", "500"), tally.total("c")] == [
+        7,
+        3,
+        1,
+        0,
+    ]
+
+
 def test_a_tally_without_labels_is_zero_from_the_start() -> None:
     registry = CollectorRegistry()
     tally = Tally("x", "Things", registry=registry)

@@ -1,5 +1,7 @@
 """The candidates that are kept: built anew when something about them changed, and only then."""
 
+from dataclasses import replace
+
 from moongate.router import (
     FailureKind,
     InstanceDescribed,
@@ -62,6 +64,18 @@ def test_load_turn_and_sessions_are_as_they_are_now() -> None:
     feed(core, RequestFinished(R, Outcome.ANSWERED))
     (idle,) = members(core)
     assert (idle.active_requests, idle.queued_prefill_tokens) == (0, 0)
+
+
+def test_a_session_that_says_that_it_ends_is_not_counted_any_more() -> None:
+    core = make_core(A)
+    feed(core, arrived("1", 1, 2, 3), arrived("2", 7, 8, 9))
+    assert members(core)[0].recent_sessions == 2
+    last = arrived("3", 1, 2, 3, 4, 5, 6)
+    feed(core, replace(last, request=replace(last.request, ends_session=True)))
+    assert members(core)[0].recent_sessions == 1
+    only = arrived("4", 11, 12, 13)
+    feed(core, replace(only, request=replace(only.request, ends_session=True)))
+    assert members(core)[0].recent_sessions == 1
 
 
 def test_a_session_that_is_no_longer_recent_is_not_counted() -> None:

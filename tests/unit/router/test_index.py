@@ -53,6 +53,17 @@ def test_each_holder_has_its_own_overlap_and_one_that_has_none_is_absent() -> No
     assert overlaps(index, H[:3], 3, [HA, HB, HC]) == {HA: Overlap(1, 1), HB: Overlap(3, 3)}
 
 
+def test_a_block_tells_who_has_it_where_it_can_be_reused_and_who_is_to_get_it() -> None:
+    index = make_index(HA, HB, HC)
+    store(index, HA, H[0])
+    store(index, HB, H[0], tier=Tier.HOST)
+    store(index, HC, H[0], tier=Tier.POOL)
+    index.predict(HC, H[:2], expires_at=9.0)
+    assert index.find_holders(H[0]) == (frozenset({HA, HB}), frozenset({HC}))
+    assert index.find_holders(H[1]) == (frozenset(), frozenset({HC}))
+    assert index.find_holders(H[2]) == (frozenset(), frozenset())
+
+
 def test_only_the_holders_asked_for_are_in_the_answer() -> None:
     index = make_index(HA, HB)
     store(index, HA, H[0])

@@ -1,6 +1,14 @@
 """Which request continues which, told by the blocks alone."""
 
-from moongate.router.lineage import SESSIONS_REMEMBERED, Lineage, Lineages, RecentSessions
+from itertools import count
+
+from moongate.router.lineage import (
+    SESSIONS_REMEMBERED,
+    Lineage,
+    Lineages,
+    RecentSessions,
+    SessionNumber,
+)
 from moongate.router.model import BlockHash, Holder
 
 from .builders import A, B
@@ -77,13 +85,48 @@ def test_past_the_limit_the_departure_used_least_recently_is_forgotten() -> None
     assert find(lineages, [H[1], H[6]], 1) == Lineage(0, departures=1)
 
 
+def note(lineages: Lineages, chain: list[BlockHash], *, is_last: bool = False) -> int | None:
+    return lineages.note(chain, find(lineages, chain, 0), 0, is_last=is_last)
+
+
+def test_turns_belong_to_their_session_and_forks_to_one_of_their_own() -> None:
+    lineages = Lineages()
+    first, other = note(lineages, H[:3]), note(lineages, [H[5], H[6]])
+    assert len({first, other, None}) == 3
+    assert note(lineages, H[:4]) == first
+    fork = note(lineages, [*H[:3], H[8]])
+    assert fork not in (first, other, None)
+    assert note(lineages, [*H[:3], H[8], H[7]]) == fork
+    assert note(lineages, H[:5]) == first
+    assert note(lineages, []) is None
+
+
+def test_nothing_goes_on_from_the_last_turn_of_a_session() -> None:
+    lineages = Lineages()
+    first = note(lineages, H[:3])
+    assert note(lineages, H[:4], is_last=True) == first
+    assert find(lineages, H[:5], 0).history_blocks == 3
+
+
 def test_only_the_last_sessions_count_as_recent() -> None:
     sessions = RecentSessions()
-    sessions.note(Holder(A))
+    numbers = map(SessionNumber, count())
+    sessions.note(next(numbers), Holder(A))
     for _ in range(SESSIONS_REMEMBERED - 1):
-        sessions.note(Holder(B))
+        sessions.note(next(numbers), Holder(B))
     assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (1, SESSIONS_REMEMBERED - 1)
-    sessions.note(Holder(B))
+    sessions.note(next(numbers), Holder(B))
     assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (0, SESSIONS_REMEMBERED)
-    sessions.note(Holder(A))
+    sessions.note(next(numbers), Holder(A))
     assert (sessions.count(Holder(A)), sessions.count(Holder(B))) == (1, SESSIONS_REMEMBERED - 1)
+
+
+def test_a_session_that_ended_is_not_recent_any_more() -> None:
+    sessions = RecentSessions()
+    sessions.note(SessionNumber(1), Holder(A))
+    sessions.note(SessionNumber(2), Holder(A))
+    assert sessions.end(SessionNumber(1)) == (Holder(A),)
+    assert sessions.count(Holder(A)) == 1
+    assert sessions.end(SessionNumber(1)) == ()
+    assert sessions.end(SessionNumber(2)) == (Holder(A),)
+    assert sessions.count(Holder(A)) == 0

@@ -61,6 +61,27 @@ def test_a_decode_step_lasts_one_token_however_many_requests_decode() -> None:
     assert second.ends_at - first.ends_at == pytest.approx(0.110)
 
 
+def test_a_known_answer_is_what_is_sampled_and_ends_where_it_ends() -> None:
+    engine = make_engine()
+    known = dataclasses.replace(
+        request("a", 5, max_tokens=9), answer_token_ids=(7, 8, 9), stop_after_tokens=3
+    )
+    engine.submit(known, 0.0)
+    assert run(engine)[0] == {"a": [7, 8, 9]}
+
+
+def test_blocks_of_a_known_answer_are_those_of_the_next_prompt() -> None:
+    engine = make_engine()
+    first = dataclasses.replace(
+        request("a", 5), answer_token_ids=(5, 6, 7, 8), stop_after_tokens=4, max_tokens=9
+    )
+    engine.submit(first, 0.0)
+    _, now = run(engine)
+    engine.submit(request("b", 12), now)  # 0 to 11: the prompt, the answer and more
+    outputs = step(engine, now).outputs
+    assert outputs[0].cached_tokens == 8
+
+
 def test_prefill_beside_decode_adds_up() -> None:
     engine = make_engine()
     engine.submit(request("a", 4, max_tokens=3), now=0.0)

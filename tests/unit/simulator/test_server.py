@@ -71,6 +71,15 @@ def test_digests_start_from_the_hash_seed_of_the_environment(
     assert parse().hash_seed == "vllm-none-hash"
 
 
+def test_a_script_is_read_with_the_flags(tmp_path: Path) -> None:
+    assert parse().script is None
+    file = tmp_path / "script.jsonl"
+    file.write_text('{"answers": [{"text": "a"}]}')
+    script = parse("--script", str(file)).script
+    assert script is not None
+    assert script.root[0].answers[0].text == "a"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
