@@ -100,7 +100,6 @@ class OwnershipIndex:
         number = self._free_numbers.pop() if self._free_numbers else len(self._numbers)
         self._numbers[holder] = number
         self._by_number[number] = holder
-        self._named.clear()
         self._bits[holder] = 1 << number
         self._main.counts[holder] = dict.fromkeys(Tier, 0)
         self._predicted[holder] = {}
