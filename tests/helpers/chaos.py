@@ -70,7 +70,7 @@ class Plan:
     )
     fault_every_s: float = 5.0
     faults: int = 36
-    fault_s: float = 2.0  # how long one lasts, those that last
+    fault_s: float = 2.5  # how long one lasts, those that last
     gap_s: float = 1.0  # at least, from the end of one to the next
     calm_s: tuple[float, float] = (2.0, 32.0)  # after the last has ended: what is measured then
     pause_s: float = 1.5  # of an agent, between its turns
@@ -329,7 +329,7 @@ async def run_storm(plan: Plan, logs: Path) -> Report:
             [],
             clock=clock,
             instances=[engine.settings for engine in engines],
-            health={"interval_s": 0.5, "timeout_s": 1.0},
+            health={"interval_s": 0.5, "timeout_s": 1.5},
             limits={
                 "upstream_timeout_s": UPSTREAM_TIMEOUT_S,
                 "connect_timeout_s": 2.0,

@@ -24,10 +24,11 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Open files by their kind (`socket`, `anon_inode:[eventfd]`, a path), and unfinished tasks."""
+    """Open files by their kind (`socket`, `anon_inode:[eventfd]`, a path), and unfinished tasks by what
+    they run."""
 
     files: Counter[str]
-    tasks: int
+    tasks: Counter[str]
 
     @classmethod
     def now(cls) -> Self:
@@ -35,7 +36,8 @@ class Held:
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # the one that lists them
                 files[re.sub(r":\[\d+\]$", "", str(link.readlink()))] += 1
-        return cls(files, len(asyncio.all_tasks()))
+        names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+        return cls(files, Counter(names))
 
     @classmethod
     async def settled(cls, before: Held) -> Self:
@@ -47,7 +49,7 @@ class Held:
         return now
 
     def exceeds(self, before: Held) -> bool:
-        return bool(self.files - before.files) or self.tasks > before.tasks
+        return bool(self.files - before.files) or bool(self.tasks - before.tasks)
 
 
 @dataclass(slots=True)
