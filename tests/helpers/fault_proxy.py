@@ -146,12 +146,19 @@ class FaultProxy:
             task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
-        from_client, client = await asyncio.open_connection(sock=connection)
+        try:
+            from_client, client = await asyncio.open_connection(sock=connection)
+        except BaseException:
+            connection.close()
+            raise
         try:
             from_engine, engine = await asyncio.open_connection("127.0.0.1", self.target_port)
         except OSError:
             reset(client)
             return
+        except BaseException:
+            client.transport.abort()
+            raise
         pair = _Pair(client, engine)
         self._pairs.add(pair)
         pair.tasks = [
