@@ -162,7 +162,7 @@ class StormEngine:
             *MOONGATE, "sim-engine", "--port", str(self._http), "--model", "m",
             "--kv-events-port", str(self._events), "--kv-replay-port", str(self._replay),
             "--blocks", str(BLOCKS), "--prefill-tokens-per-s", "20000",
-            "--decode-tokens-per-s", "100",
+            "--decode-tokens-per-s", "40",
         ]  # fmt: skip
         url = f"http://127.0.0.1:{self._http}"
         self._child = Child.start(argv, url, self._log, {"PYTHONHASHSEED": self._seed})

@@ -14,12 +14,15 @@ from storm_checks import check_storm
 pytestmark = pytest.mark.timeout(90)
 
 SHORT = Plan(
-    seed=8, clean_s=4.0, fault_every_s=0.9, faults=15, fault_s=0.5, gap_s=0.35, calm_s=(0.7, 4.0)
+    seed=8, clean_s=3.0, fault_every_s=0.9, faults=15, fault_s=0.5, gap_s=0.35, calm_s=(0.7, 3.0)
 )
+
+P99_SLACK_S = 0.5
+"""Of a hundred turns the 99th percentile is the slowest, and machines of tests have other things to do."""
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_a_short_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     report = await run_storm(SHORT, tmp_path)
     print(report)
-    check_storm(report)
+    check_storm(report, p99_slack_s=P99_SLACK_S)
