@@ -8,55 +8,27 @@ single engine that is well can only refuse. `run_storm` tells what was seen; tes
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 from agent_clients import Outcome, Session, Shape, Turn, count, percentile
-from event_proxy import EventProxy, Luck
-from fault_proxy import FaultProxy, Weather
 from live_gateway import LiveGateway, live_gateway, until
-from processes import MOONGATE, Child, free_port
 from resident import Growth, Held
+from storm_engines import StormEngine, storm_fleet
+from storm_faults import FAULTS, Clock, Fault, Moment
 
 from moongate.router import Holder, InstanceId, SourceId, Tier
 
-ENGINES = 3
-BLOCKS = 4000
-"""Of an engine: fewer than all conversations have together, so that blocks are evicted."""
-
-ENGINE_START_S = 15.0
 UPSTREAM_TIMEOUT_S = 4.0
 """After which a silent engine is given up; more than a freeze lasts."""
 
 HEALED_S = 20.0
 """For everything to be as the engines say, once all is well."""
-
-GARBAGE = (
-    b"\x00\xff\x16\x03\x01 this is no HTTP\r\n\r\n",
-    b"HTTP/1.1 999 Nonsense\r\ncontent-length: 2\r\n\r\nno",
-    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
-    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nnot-a-size\r\n",
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + b"x-pad: " + b"p" * 70_000,
-    b"",
-)
-"""In place of an answer: none of it is one, so that it can be asked for elsewhere."""
-
-ODD_EVENTS = (
-    b": a comment \xff\xfe\n\n",
-    b"event: unknown\ndata\nretry: x\n\n",
-    b"data:\n\n",
-    b"id: 7\r\n\r\n",
-)
-"""Between a stream's events: odd, but none of it is what ends one, nor what clients read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,198 +98,7 @@ class Report:
         )
 
 
-class Clock:
-    """The monotonic clock, as of a machine that was asleep now and then."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
-class StormEngine:
-    """One engine's process and what lies between it and the gateway."""
-
-    def __init__(self, name: str, logs: Path, chance: random.Random) -> None:
-        self.name = name
-        self._http, self._events, self._replay = (free_port() for _ in range(3))
-        self._log = logs / f"engine-{name}.log"
-        self._seed = str(ord(name))
-        self._child: Child | None = None
-        self.proxy = FaultProxy(self._http)
-        self.events = EventProxy(f"tcp://127.0.0.1:{self._events}", chance)
-
-    @property
-    def settings(self) -> dict[str, object]:
-        return {
-            "id": self.name,
-            "url": self.proxy.url,
-            "kv_events": self.events.endpoint,
-            "kv_replay": f"tcp://127.0.0.1:{self._replay}",
-        }
-
-    async def start(self) -> None:
-        argv = [
-            *MOONGATE, "sim-engine", "--port", str(self._http), "--model", "m",
-            "--kv-events-port", str(self._events), "--kv-replay-port", str(self._replay),
-            "--blocks", str(BLOCKS), "--prefill-tokens-per-s", "20000",
-            "--decode-tokens-per-s", "40",
-        ]  # fmt: skip
-        url = f"http://127.0.0.1:{self._http}"
-        self._child = Child.start(argv, url, self._log, {"PYTHONHASHSEED": self._seed})
-        await asyncio.to_thread(self._child.wait_until, "/health", ENGINE_START_S)
-
-    async def begin(self) -> None:
-        """Start for the first time."""
-        await self.start()
-        self.proxy.listen()
-        await self.events.start()
-
-    async def kill(self) -> None:
-        assert self._child is not None
-        self._child.kill()
-        await self.proxy.leave()
-        await self.events.stop()
-
-    async def restart(self) -> None:
-        await self.start()
-        self.proxy.listen()
-        await self.events.start()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._child is not None
-        os.kill(self._child.process.pid, number)
-
-    async def end(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-        with contextlib.suppress(AssertionError):
-            await self.proxy.leave()
-            await self.events.__aexit__()
-
-    async def cached(self, client: httpx.AsyncClient) -> set[int]:
-        """Return the blocks of its cache by the names that its events tell."""
-        answer = await client.get(f"http://127.0.0.1:{self._http}/sim/cache")
-        return {int(digest[-16:], 16) for digest in answer.json()["0"]}
-
-
-# --- faults ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What a fault gets to do its harm with."""
-
-    engine: StormEngine
-    clock: Clock
-    chance: random.Random
-    plan: Plan
-
-    async def lasts(self) -> None:
-        await asyncio.sleep(self.plan.fault_s)
-
-    async def weather(self, weather: Weather) -> None:
-        """Let it last for a while."""
-        self.engine.proxy.weather = weather
-        await self.lasts()
-        self.engine.proxy.weather = Weather()
-
-    async def luck(self, luck: Luck) -> None:
-        self.engine.events.luck = luck
-        await self.lasts()
-        self.engine.events.luck = Luck()
-
-
-Fault = Callable[[Moment], Awaitable[None]]
-
-
-async def killed(m: Moment) -> None:
-    await m.engine.kill()
-    await asyncio.sleep(m.plan.fault_s / 2)
-    await m.engine.restart()
-
-
-async def frozen(m: Moment) -> None:
-    m.engine.signal(signal.SIGSTOP)
-    await m.lasts()
-    m.engine.signal(signal.SIGCONT)
-
-
-async def slow(m: Moment) -> None:
-    await m.weather(Weather(delay_s=0.1))
-
-
-async def throttled(m: Moment) -> None:
-    await m.weather(Weather(bytes_per_s=4000.0))
-
-
-async def garbage(m: Moment) -> None:
-    await m.weather(Weather(garbage=m.chance.choice(GARBAGE)))
-
-
-async def odd_events(m: Moment) -> None:
-    await m.weather(Weather(inserted=m.chance.choice(ODD_EVENTS)))
-
-
-async def doubled(m: Moment) -> None:
-    await m.weather(Weather(duplicates=True))
-
-
-async def half_open(m: Moment) -> None:
-    """Connections stand, and nothing that is sent into them is ever answered."""
-    await m.weather(Weather(swallows=True))
-    m.engine.proxy.end_connections(with_reset=True)
-
-
-async def deaf(m: Moment) -> None:
-    """Requests arrive, and their answers are lost."""
-    await m.weather(Weather(drops_answers=True))
-    m.engine.proxy.end_connections(with_reset=True)
-
-
-async def reset(m: Moment) -> None:
-    m.engine.proxy.end_connections(with_reset=True)
-
-
-async def cut(m: Moment) -> None:
-    m.engine.proxy.end_connections(with_reset=False)
-
-
-async def events_lost(m: Moment) -> None:
-    await m.luck(Luck(lost=0.3))
-
-
-async def events_repeated(m: Moment) -> None:
-    await m.luck(Luck(repeated=0.5))
-
-
-async def events_swapped(m: Moment) -> None:
-    await m.luck(Luck(swapped=0.5))
-
-
-async def clock_jumped(m: Moment) -> None:
-    m.clock.ahead_s += m.plan.jump_s
-
-
-FAULTS: tuple[Fault, ...] = (
-    killed, frozen, slow, throttled, garbage, odd_events, doubled, half_open, deaf, reset, cut,
-    events_lost, events_repeated, events_swapped, clock_jumped,
-)  # fmt: skip
-
-
 # --- the storm ------------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def storm_fleet(logs: Path, chance: random.Random) -> AsyncIterator[list[StormEngine]]:
-    engines = [StormEngine("abc"[n], logs, chance) for n in range(ENGINES)]
-    try:
-        await asyncio.gather(*(engine.begin() for engine in engines))
-        yield engines
-    finally:
-        for engine in engines:
-            await engine.end()
 
 
 async def run_storm(plan: Plan, logs: Path) -> Report:
@@ -413,7 +194,7 @@ async def _hurt(
     for number, fault in enumerate(order[: plan.faults], 1):
         engine = chance.choice(engines)
         print(f"{time.strftime('%X')} {engine.name}: {fault.__name__}", file=sys.stderr)
-        await fault(Moment(engine, clock, chance, plan))
+        await fault(Moment(engine, clock, chance, plan.fault_s, plan.jump_s))
         report.faults[fault.__name__] += 1
         if number < plan.faults:
             await until(lambda: _all_well(gateway, engines), HEALED_S)

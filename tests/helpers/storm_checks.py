@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from agent_clients import Outcome
-from chaos import FAULTS, Report
+from chaos import Report
+from storm_faults import FAULTS
 
 
 def check_storm(report: Report, *, p99_slack_s: float = 0.0) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos import FAULTS, Plan, run_storm
+from chaos import Plan, run_storm
 from soak_scale import SCALE
 from storm_checks import check_storm
+from storm_faults import FAULTS
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
