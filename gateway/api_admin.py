@@ -10,13 +10,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
+from moongate.gateway.api_schema import ERRORS, UNREADY
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
 from moongate.gateway.metrics import UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
@@ -48,7 +49,11 @@ def make_admin_app(
 ) -> FastAPI:
     """Return the application for everything that is not proxied."""
     app = FastAPI(
-        title="moongate", docs_url=None, redoc_url=None, openapi_url="/admin/openapi.json"
+        title="moongate",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/admin/openapi.json",
+        responses=ERRORS,
     )
     core = driver.core
     guard = AdminGuard(settings.auth.admin_key_env)
@@ -75,7 +80,7 @@ def make_admin_app(
         lacking = _lacking(pooling, state)
         return {"status": "ok", **({"degraded": lacking} if lacking else {})}
 
-    @app.get("/ready")
+    @app.get("/ready", responses=UNREADY)
     async def ready() -> JSONResponse:
         """Whether a request could be routed now, and if not, why. `degraded`: as in `/health`."""
         reasons, lacking = unready_reasons(driver, readiness), _lacking(pooling, state)
@@ -83,7 +88,7 @@ def make_admin_app(
         body = {"ready": not reasons, "reasons": reasons, **degraded}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 

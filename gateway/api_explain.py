@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from moongate.gateway.admin_guard import read_body
 from moongate.gateway.aliases import Aliases
+from moongate.gateway.api_schema import EXPLAINED
 from moongate.gateway.body import name_session, parse_body
 from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
@@ -38,7 +39,7 @@ def make_explain_route(
     router, aliases = APIRouter(), Aliases(settings.models.aliases)
     reader = RequestReader(settings, driver)
 
-    @router.post("/admin/explain")
+    @router.post("/admin/explain", openapi_extra=EXPLAINED)
     async def explain(request: Request, route: str | None = None) -> JSONResponse:
         """Dry run: where a request body would go now, with every candidate and cost term.
 

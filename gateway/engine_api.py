@@ -93,13 +93,18 @@ class EngineApi:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineCallFailed(f"{path}: no answer in time") from error
         except httpx.HTTPError as error:
-            detail = f"{str(self._client.base_url).rstrip('/')}{path}: {error}"
-            raise EngineCallFailed(detail, is_gone=_is_gone(error)) from error
+            raise EngineCallFailed(self._detail(path, error), is_gone=_is_gone(error)) from error
+        except AttributeError as error:
+            # anyio, asked for the peer of a connection that was reset as it opened.
+            raise EngineCallFailed(self._detail(path, error), is_gone=True) from error
         if answer.status_code != httpx.codes.OK:
             raise EngineCallFailed(
                 f"{path}: status {answer.status_code}", status=answer.status_code
             )
         return answer
+
+    def _detail(self, path: str, error: Exception) -> str:
+        return f"{str(self._client.base_url).rstrip('/')}{path}: {error}"
 
 
 def _is_gone(error: BaseException | None) -> bool:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -22,6 +22,7 @@ import orjson
 from redis.asyncio.client import Pipeline
 
 from moongate.gateway.errors import failed_event
+from moongate.gateway.json_edits import read_top_level
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.shared_state import SharedState, StateRefused, StateUnavailable
 
@@ -59,6 +60,7 @@ class _Content(msgspec.Struct, array_like=True):
 
 _read_head = msgspec.msgpack.Decoder(_Head).decode
 _read_content = msgspec.msgpack.Decoder(_Content).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _write = msgspec.msgpack.Encoder().encode
 
 
@@ -161,7 +163,7 @@ class SharedResponses:
             if own is not None:
                 response = own
                 continue
-            content = _read(read[name], _read_content) if read[name] is not None else None
+            content = _read(read[name], _read_whole) if read[name] is not None else None
             if content is None:
                 return None  # part of its conversation has expired
             response = StoredResponse(
@@ -194,9 +196,9 @@ class SharedResponses:
 
     def _failed(self, response: StoredResponse, now: float) -> StoredResponse:
         """Note that whoever computed a response is gone."""
-        told = orjson.loads(response.response)
         failure = {"code": "server_error", "message": "the gateway that computed it is gone"}
-        told = {**told, "status": "failed", "error": failure}
+        named = {"id": response.id, "object": "response"}
+        told = {**named, **_object_of(response.response), "status": "failed", "error": failure}
         events = failed_event(told, 0) if response.is_stream else b""
         failed = StoredResponse(
             response.tenant, response.id, response.previous, response.input_items, b"",
@@ -305,9 +307,27 @@ def _key(tenant: str, response_id: str, part: str = "") -> str:
     return "moongate:response:" + ":".join(quote(name, safe="") for name in names)
 
 
+def _read_whole(value: bytes) -> _Content:
+    """Return a content of which every part can be used. Raises: msgspec.DecodeError, RecursionError."""
+    content = _read_content(value)
+    for items in (content.input_items, content.output_items):
+        _read_list(b"[" + items + b"]")
+    read_top_level(content.response)
+    return content
+
+
+def _object_of(response: bytes) -> dict[str, Any]:
+    """Return a response as it was told, empty if it can only be passed on."""
+    try:
+        told = orjson.loads(response)
+    except orjson.JSONDecodeError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
 def _read(value: bytes, read: Callable[[bytes], _Value]) -> _Value | None:
     try:
         return read(value)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         logger.warning("a value in Redis isn't one of ours")
         return None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from moongate.gateway.app import Gateway
+from moongate.gateway.driver import Recorder
 from moongate.gateway.server import GatewayServer, listen
 from moongate.gateway.settings import Settings
 from moongate.kvpool.store import PoolStore
@@ -73,11 +75,14 @@ async def live_gateway(
     *,
     wait_ready: bool = True,
     memory_pool: PoolStore | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    recorder: Recorder | None = None,
     **settings: Any,
 ) -> AsyncIterator[LiveGateway]:
     """Run a gateway before these instances (named a, b, ...). Settings as in the file.
 
-    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`.
+    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`. `recorder`: is told all
+    that the core is.
     """
     instances = settings.pop(
         "instances", [{"id": "abcdefgh"[n], "url": url} for n, url in enumerate(urls)]
@@ -89,7 +94,14 @@ async def live_gateway(
         "instances": instances,
     }
     server = GatewayServer(
-        Gateway(Settings.model_validate(merged), seed=1, pool=memory_pool), listen("127.0.0.1", 0)
+        Gateway(
+            Settings.model_validate(merged),
+            clock=clock,
+            seed=1,
+            recorder=recorder,
+            pool=memory_pool,
+        ),
+        listen("127.0.0.1", 0),
     )
     serving = asyncio.create_task(server.serve())
     limits = httpx.Limits(max_connections=None)
