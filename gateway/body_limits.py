@@ -70,5 +70,5 @@ def _are_ids(items: list[Any]) -> bool:
 
 def _too_much(name: str, what: str, limit: str, maximum: int) -> GatewayError:
     return GatewayError(
-        400, f"{name[:64]}: {what}; limits.{limit} is {maximum}", "limit_exceeded", name[:64]
+        400, f"{name[:64]}: {what}; limits.{limit} is {maximum}", "invalid_request", name[:64]
     )

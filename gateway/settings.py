@@ -198,7 +198,9 @@ class LimitsSettings(_Section):
     messages_max: Annotated[int, Field(ge=1)] = (
         100_000  # or input items, or prompts, of one request
     )
-    stop_max: Annotated[int, Field(ge=1)] = 64  # stop strings of one request; engines may take fewer
+    stop_max: Annotated[int, Field(ge=1)] = (
+        64  # stop strings of one request; engines may take fewer
+    )
     allow_kv_transfer_params: bool = False  # let clients speak to the engine's KV connector
 
 

@@ -20,7 +20,7 @@ def nested(levels: int, *, by: str = "list") -> Any:
 def refusal(fields: dict[str, Any]) -> tuple[str, str | None]:
     with pytest.raises(GatewayError) as caught:
         LIMITS.check(fields, 1000)
-    assert (caught.value.status, caught.value.code) == (400, "limit_exceeded")
+    assert (caught.value.status, caught.value.code) == (400, "invalid_request")
     return caught.value.message, caught.value.param
 
 
