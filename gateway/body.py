@@ -218,11 +218,23 @@ def _without_key(raw: bytes, key: str) -> bytes:
 def with_cache_salt(body: Body, salt: str) -> Body:
     """Return a body whose prompt is cached under this salt, whatever it said itself, however often.
 
-    Every other byte stays as it is. Raises: GatewayError (400).
+    `salt`: of characters that JSON takes as they are. Every other value stays byte for byte. Raises:
+    GatewayError (400).
     """
-    raw = without_key(body.raw, SALT) if SALT in body.top else body.raw
-    raw = b"".join(with_fields(raw, orjson.dumps({SALT: salt})[1:-1]))
+    raw = _without_salt(body.raw) if SALT in body.top else body.raw
+    end = raw.rindex(b"}")  # of the object, which has a field: its model
+    raw = b"".join((memoryview(raw)[:end], b',"cache_salt":"', salt.encode(), b'"', raw[end:]))
     return replace(body, raw=raw, top={**body.top, SALT: salt})
+
+
+def _without_salt(raw: bytes) -> bytes:
+    """Raises: GatewayError (400)."""
+    try:
+        fields = read_top_level(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return without_key(raw, SALT)  # what only a lenient parser reads; at a tenth of the speed
+    fields.pop(SALT, None)
+    return msgspec.json.encode(fields)
 
 
 def with_fields(raw: bytes, fields: bytes) -> tuple[bytes, ...]:

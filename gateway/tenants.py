@@ -61,9 +61,10 @@ class _Entry:
 class Tenants:
     """All keys. None configured: everybody is `ANYBODY`."""
 
-    def __init__(self, tenants_by_key: Mapping[str, Tenant]) -> None:
+    def __init__(self, tenants_by_key: Mapping[str, Tenant], others: Iterable[str] = ()) -> None:
+        """`others`: keys that are no tenant's, and not to be passed on either."""
         self._entries = tuple(_Entry(_digest(key), one) for key, one in tenants_by_key.items())
-        self._any_key = _pattern(tenants_by_key)
+        self._any_key = _pattern([*tenants_by_key, *others])
 
     @classmethod
     def from_settings(
@@ -87,7 +88,8 @@ class Tenants:
                 limits,
                 f"{one.tenant}:{one.requests_per_minute}:{one.tokens_per_minute}",
             )
-        return cls(tenants)
+        admin_key = environment.get(settings.admin_key_env, "") if settings.admin_key_env else ""
+        return cls(tenants, [admin_key] if admin_key else [])
 
     def __len__(self) -> int:
         return len(self._entries)

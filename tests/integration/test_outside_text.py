@@ -60,7 +60,7 @@ async def test_no_client_can_write_lines_of_its_own(caplog: pytest.LogCaptureFix
         await request.answer(500, json.dumps({"error": {"message": WORSE}}).encode())
 
     async with FakeEngine(answer) as engine:
-        settings = {"policy": {"name": "kv_cost", "allow_override": True}}
+        settings: dict[str, Any] = {"policy": {"name": "kv_cost", "allow_override": True}}
         async with live_gateway([engine.url], **settings) as gateway:
             requests = [post(json.dumps(body).encode(), path=p) for body in bodies for p in PATHS]
             requests += [post(b"not JSON " + WORSE.encode("utf-8"))]

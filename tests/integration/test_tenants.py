@@ -586,6 +586,47 @@ async def test_a_client_that_leaves_pays_for_what_it_had() -> None:
             assert 500 < tokens_left(await gateway.chat(headers=AS_A)) < 610
 
 
+async def test_what_is_over_a_limit_reaches_no_engine_and_costs_no_tokens() -> None:
+    limits = {"json_depth_max": 16, "messages_max": 5, "stop_max": 3}
+    limited = auth({**A, "tokens_per_minute": 100_000}, B)
+    deep: Any = "x"
+    for _ in range(20):
+        deep = [deep]
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url], auth=limited, limits=limits) as gateway:
+            for padding in ("", "x" * 20_000):  # a small body, and one that is outlined first
+                message = {"role": "user", "content": padding}
+                for fields, named in (
+                    (
+                        {"messages": [message], "tools": deep},
+                        "tools: nested too deeply; limits.json",
+                    ),
+                    ({"messages": [message] * 6}, "messages: 6 items; limits.messages_max is 5"),
+                    (
+                        {"messages": [message], "stop": ["x"] * 4},
+                        "stop: 4 stop strings; limits.stop",
+                    ),
+                ):
+                    answer = await gateway.chat(headers=AS_A, **fields)
+                    assert answer.status_code == 400
+                    assert answer.json()["error"]["message"].startswith(named)
+                    assert answer.json()["error"]["param"] == named.partition(":")[0]
+            for path, fields in (
+                ("/v1/responses", {"input": ["x"] * 6, "background": True}),
+                ("/v1/completions", {"prompt": ["x"] * 6}),
+                ("/v1/messages", {"messages": [], "max_tokens": 1, "stop_sequences": ["x"] * 4}),
+            ):
+                answer = await gateway.client.post(
+                    path, json={"model": "m", **fields}, headers=AS_A
+                )
+                assert answer.status_code == 400, answer.text
+            assert engine.received == []
+            just: dict[str, Any] = {"messages": MESSAGES * 5, "stop": ["x"] * 3}
+            fine = await gateway.chat(headers=AS_A, **just)
+            assert fine.status_code == 200
+            assert tokens_left(fine) > 99_900
+
+
 async def test_a_response_in_the_background_is_one_request() -> None:
     limited = auth({**A, "requests_per_minute": 2, "tokens_per_minute": 1000}, B)
     async with FakeEngine(respond) as engine, live_gateway([engine.url], auth=limited) as gateway:

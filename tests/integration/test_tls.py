@@ -17,6 +17,8 @@ import pytest
 from certificates import HOST, Files, behind_tls, make_files
 from fake_engine import FakeEngine, Received, stream_event
 from live_gateway import LiveGateway, live_gateway, until
+from pd_fleet import pd_fleet
+from processes import MOONGATE
 
 from moongate import cli
 from moongate.gateway.app import Gateway
@@ -278,3 +280,44 @@ async def test_explain_trusts_what_it_is_told_to(
             assert "certificate verify failed" in capsys.readouterr().err
     assert cli.main([*arguments, "--ca", "/no/such"]) == 1
     assert "--ca /no/such: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(90)
+async def test_a_load_test_trusts_what_it_is_told_to(files: Files, tmp_path: Path) -> None:
+    words = [
+        *("loadtest", "--preset", "agents", "--users", "2", "--duration", "2s", "--think", "0.1"),
+        *(
+            "--system-tokens",
+            "300",
+            "--first-tokens",
+            "100",
+            "--turn-tokens",
+            "100",
+            "--turns",
+            "3",
+        ),
+        *("--answer-tokens", "4", "--out", str(tmp_path / "out")),
+    ]
+
+    async def run(*more: str) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *MOONGATE,
+            *words,
+            *more,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        told, _ = await process.communicate()
+        return process.returncode, told.decode()
+
+    async with pd_fleet(prefill=0, decode=0, both=1) as fleet:
+        async with behind_tls(fleet.gateway.port, files) as port:
+            url = ("--url", f"https://{HOST}:{port}")
+            code, told = await run(*url, "--ca", files.ca)
+            assert code == 0, told
+            report = json.loads((tmp_path / "out" / "report.json").read_text())
+            assert (report["failures"], report["requests"] > 0) == (0, True)
+            code, told = await run(*url)
+            assert (code, "certificate verify failed" in told) == (1, True), told
+            code, told = await run(*url, "--ca", "/no/such")
+            assert (code, "--ca /no/such: No such file" in told) == (1, True), told

@@ -180,10 +180,11 @@ def test_who_shares_the_cache_has_no_salt() -> None:
 
 
 def test_c98_a_key_is_found_wherever_it_is() -> None:
-    known = tenants(A, B)
+    known = tenants(A, admin_key_env="KEY_B")
     assert known.are_in(b"sk-alpha")
     assert known.are_in(b"x; k=sk-beta, y")
     assert not known.are_in(b"sk-gamma")
+    assert not tenants().are_in(b"sk-alpha")
 
 
 def test_a_key_file_is_read_again_when_it_changes(
