@@ -51,7 +51,7 @@ class Access:
         self._settings = settings
         self._clock = clock
         self._environment = environment
-        self._stamps = self._stamp_files()
+        self._stamps = _stamp_files(settings)  # before they are read, so that no change is missed
         self._watching: asyncio.Task[None] | None = None
         self.tenants = Tenants.from_settings(settings, environment)
         self.rates: RateCounters = rates if rates is not None else LocalRates()
@@ -69,16 +69,16 @@ class Access:
 
     def replace(self, settings: AuthSettings) -> None:
         """Let other keys be in force. Nothing changes if one can't be read. Raises: KeyUnreadable."""
+        stamps = _stamp_files(settings)
         tenants = Tenants.from_settings(settings, self._environment)
-        self._settings, self.tenants = settings, tenants
-        self._stamps = self._stamp_files()
+        self._settings, self.tenants, self._stamps = settings, tenants, stamps
 
     def refresh(self) -> bool:
         """Read the key files again if one has changed; return whether that was so.
 
         One that can't be read leaves everything as it was, until it changes again.
         """
-        stamps = self._stamp_files()
+        stamps = _stamp_files(self._settings)
         if stamps == self._stamps:
             return False
         self._stamps = stamps
@@ -95,20 +95,6 @@ class Access:
             await asyncio.sleep(FILES_INTERVAL_S)
             self.refresh()
 
-    def _stamp_files(self) -> dict[str, tuple[int, int, int] | None]:
-        """Return by what a change of each key file shows."""
-        stamps: dict[str, tuple[int, int, int] | None] = {}
-        for one in self._settings.keys:
-            if one.key_file is None:
-                continue
-            try:
-                stat = os.stat(one.key_file)
-            except OSError:
-                stamps[one.key_file] = None
-            else:
-                stamps[one.key_file] = stat.st_mtime_ns, stat.st_ino, stat.st_size
-        return stamps
-
     # --- whose request ----------------------------------------------------------------------------
 
     def admit(self, headers: RawHeaders) -> Tenant:
@@ -118,6 +104,19 @@ class Access:
     def meter(self, tenant: Tenant) -> Meter | None:
         """Return what counts a request of this tenant. None: nothing limits it."""
         return None if tenant.limits.are_none else Meter(tenant, self.rates, self._clock)
+
+
+def _stamp_files(settings: AuthSettings) -> dict[str, tuple[int, int, int] | None]:
+    """Return by what a change of each key file shows."""
+    stamps: dict[str, tuple[int, int, int] | None] = {}
+    for path in [one.key_file for one in settings.keys if one.key_file is not None]:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            stamps[path] = None
+        else:
+            stamps[path] = stat.st_mtime_ns, stat.st_ino, stat.st_size
+    return stamps
 
 
 def is_open(path: str) -> bool:

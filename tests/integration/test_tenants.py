@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, Received, chat_answer, stream_event
 from live_gateway import LiveGateway, live_gateway, until
+from otlp_receiver import Collector
 from pd_fleet import pd_fleet
 from raw_client import get, post, raw_client
 
@@ -178,8 +179,9 @@ async def test_a_key_file_is_read_again_under_way(tmp_path: Path) -> None:
 async def test_no_key_is_told_anywhere(caplog: pytest.LogCaptureFixture) -> None:
     """Sent in every place that is echoed, hashed, logged or remembered."""
     caplog.set_level("DEBUG")
-    async with FakeEngine() as engine:
-        async with live_gateway([engine.url], auth=auth()) as gateway:
+    async with FakeEngine() as engine, Collector() as collector:
+        observability = {"otlp_endpoint": collector.url}
+        async with live_gateway([engine.url], auth=auth(), observability=observability) as gateway:
             given = {"x-session-id": "gw-1", "x-request-id": "gw-1", "traceparent": "gw-1"}
             headers = {**AS_A, **given, "x-moongate-policy": "gw-1", "user-agent": "gw-1"}
             told = [await gateway.chat(headers=headers, user="gw-1", metadata={"user_id": "gw-1"})]
@@ -194,6 +196,8 @@ async def test_no_key_is_told_anywhere(caplog: pytest.LogCaptureFixture) -> None
     for text in [*(str(answer.headers) + answer.text for answer in told), repr(live)]:
         assert "gw-1" not in text
         assert SALTS["a"] not in text
+    assert len(collector.bodies) == 1  # written when the gateway stops
+    assert b"gw-1" not in collector.bodies[0]
     assert "gw-1" not in caplog.text
     assert SALTS["a"] not in caplog.text
 
