@@ -1,6 +1,6 @@
 """Who may ask, now: the tenants that are in force, and how much of their rates is left.
 
-The tenants are replaced as a whole, by `replace` (a reload) or because a key file has changed; requests under way
+The tenants are replaced as a whole, by what `prepare` returns (for a reload) or because a key file has changed; requests under way
 keep those that they began with. Counts of rates outlive that.
 """
 
@@ -67,11 +67,15 @@ class Access:
 
     # --- which tenants ----------------------------------------------------------------------------
 
-    def replace(self, settings: AuthSettings) -> None:
-        """Let other keys be in force. Nothing changes if one can't be read. Raises: KeyUnreadable."""
+    def prepare(self, settings: AuthSettings) -> Callable[[], None]:
+        """Return what puts other keys in force, which can't fail. Raises: KeyUnreadable."""
         stamps = _stamp_files(settings)
         tenants = Tenants.from_settings(settings, self._environment)
-        self._settings, self.tenants, self._stamps = settings, tenants, stamps
+
+        def put_in_force() -> None:
+            self._settings, self.tenants, self._stamps = settings, tenants, stamps
+
+        return put_in_force
 
     def refresh(self) -> bool:
         """Read the key files again if one has changed; return whether that was so.

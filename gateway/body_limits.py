@@ -8,10 +8,10 @@ taken apart at all, and parsers' own limit of about 1,000 levels is all that hol
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.settings import LimitsSettings
 
 _ITEMS = ("messages", "input", "prompt", "documents")
 """Fields that may be lists of what engines take one by one."""
@@ -20,32 +20,24 @@ _STOPS = ("stop", "stop_sequences")
 _CONTAINERS = (dict, list)
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """See `LimitsSettings`."""
+def check_limits(fields: Mapping[str, Any], size_bytes: int, limits: LimitsSettings) -> None:
+    """Refuse a body that exceeds a limit. Raises: GatewayError (400) naming what, where and the limit.
 
-    json_depth_max: int
-    messages_max: int
-    stop_max: int
-
-    def check(self, fields: Mapping[str, Any], size_bytes: int) -> None:
-        """Refuse what exceeds a limit. Raises: GatewayError (400) naming what, where and the limit.
-
-        Cost: O(lists and objects in it), 10 µs for a conversation of 80 messages.
-        """
-        for name in _ITEMS:
-            items = fields.get(name)
-            if isinstance(items, list) and len(items) > self.messages_max and not _are_ids(items):
-                raise _too_much(name, f"{len(items)} items", "messages_max", self.messages_max)
-        for name in _STOPS:
-            stops = fields.get(name)
-            if isinstance(stops, list) and len(stops) > self.stop_max:
-                raise _too_much(name, f"{len(stops)} stop strings", "stop_max", self.stop_max)
-        # A level takes two characters at least.
-        if size_bytes > 2 * self.json_depth_max and _is_deeper(fields, self.json_depth_max):
-            inside = self.json_depth_max - 1
-            name = next(name for name, value in fields.items() if _is_deeper(value, inside))
-            raise _too_much(name, "nested too deeply", "json_depth_max", self.json_depth_max)
+    Cost: O(lists and objects in it), 14 µs for a conversation of 80 messages, 50 µs with 20 tools beside it.
+    """
+    for name in _ITEMS:
+        items = fields.get(name)
+        if isinstance(items, list) and len(items) > limits.messages_max and not _are_ids(items):
+            raise _too_much(name, f"{len(items)} items", "messages_max", limits.messages_max)
+    for name in _STOPS:
+        stops = fields.get(name)
+        if isinstance(stops, list) and len(stops) > limits.stop_max:
+            raise _too_much(name, f"{len(stops)} stop strings", "stop_max", limits.stop_max)
+    # A level takes two characters at least.
+    if size_bytes > 2 * limits.json_depth_max and _is_deeper(fields, limits.json_depth_max):
+        inside = limits.json_depth_max - 1
+        name = next(name for name, value in fields.items() if _is_deeper(value, inside))
+        raise _too_much(name, "nested too deeply", "json_depth_max", limits.json_depth_max)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moongate.gateway.access import Access
 from moongate.gateway.body import Body, find_session_key, find_user, name_session
-from moongate.gateway.body_limits import BodyLimits
+from moongate.gateway.body_limits import check_limits
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import ends_session
@@ -24,8 +24,6 @@ class RequestReader:
     def __init__(self, settings: Settings, driver: Driver, access: Access) -> None:
         self._settings = settings
         self._access = access
-        limits = settings.limits
-        self._limits = BodyLimits(limits.json_depth_max, limits.messages_max, limits.stop_max)
         self._core = driver.core
 
     def find_model(self, body: Body) -> str:
@@ -60,7 +58,7 @@ class RequestReader:
             fields = body.fields if policy.reads_prompts else body.top
         else:
             fields = body.top
-        self._limits.check(fields, len(body.raw))
+        check_limits(fields, len(body.raw), self._settings.limits)
 
     def find_policy(self, headers: Mapping[str, str]) -> str | None:
         """Return the policy that a request asks for, where the operator allows that.

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.body_limits import BodyLimits
+from moongate.gateway.body_limits import check_limits
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.settings import LimitsSettings
 
-LIMITS = BodyLimits(json_depth_max=8, messages_max=3, stop_max=2)
+LIMITS = LimitsSettings(json_depth_max=8, messages_max=3, stop_max=2)
 
 
 def nested(levels: int, *, by: str = "list") -> Any:
@@ -19,39 +20,39 @@ def nested(levels: int, *, by: str = "list") -> Any:
 
 def refusal(fields: dict[str, Any]) -> tuple[str, str | None]:
     with pytest.raises(GatewayError) as caught:
-        LIMITS.check(fields, 1000)
+        check_limits(fields, 1000, LIMITS)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
     return caught.value.message, caught.value.param
 
 
 @pytest.mark.parametrize("by", ["list", "object"])
 def test_so_many_levels_and_no_more(by: str) -> None:
-    LIMITS.check({"model": "m", "x": 1, "y": nested(7, by=by)}, 1000)
+    check_limits({"model": "m", "x": 1, "y": nested(7, by=by)}, 1000, LIMITS)
     message = "y: nested too deeply; limits.json_depth_max is 8"
     assert refusal({"model": "m", "x": [], "y": nested(8, by=by)}) == (message, "y")
 
 
 def test_what_is_too_short_to_be_too_deep_is_not_looked_into() -> None:
-    LIMITS.check({"y": nested(20)}, 16)
+    check_limits({"y": nested(20)}, 16, LIMITS)
 
 
 @pytest.mark.parametrize("name", ["messages", "input", "prompt", "documents"])
 def test_so_many_items_and_no_more(name: str) -> None:
-    LIMITS.check({name: ["x"] * 3}, 1000)
+    check_limits({name: ["x"] * 3}, 1000, LIMITS)
     assert refusal({name: ["x"] * 4}) == (f"{name}: 4 items; limits.messages_max is 3", name)
 
 
 def test_token_ids_are_one_prompt() -> None:
-    LIMITS.check({"prompt": [1] * 100, "input": [1] * 100}, 1000)
+    check_limits({"prompt": [1] * 100, "input": [1] * 100}, 1000, LIMITS)
     assert refusal({"prompt": [[1]] * 4})[1] == "prompt"
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_sequences"])
 def test_so_many_stop_strings_and_no_more(name: str) -> None:
-    LIMITS.check({name: ["x"] * 2}, 1000)
+    check_limits({name: ["x"] * 2}, 1000, LIMITS)
     assert refusal({name: ["x"] * 3}) == (f"{name}: 3 stop strings; limits.stop_max is 2", name)
-    LIMITS.check({name: "a long string"}, 1000)
+    check_limits({name: "a long string"}, 1000, LIMITS)
 
 
 def test_of_other_kinds_the_engine_says_what_is_wrong() -> None:
-    LIMITS.check({"messages": "x", "stop": 3, "input": {}, "prompt": []}, 1000)
+    check_limits({"messages": "x", "stop": 3, "input": {}, "prompt": []}, 1000, LIMITS)

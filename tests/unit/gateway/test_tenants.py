@@ -221,10 +221,12 @@ def test_other_keys_are_in_force_as_a_whole_or_not_at_all(tmp_path: Path) -> Non
     new = settings({"key_file": str(file), "tenant": "c"}, B)
     file.unlink()
     with pytest.raises(KeyUnreadable, match="key_file"):
-        access.replace(new)
+        access.prepare(new)
     assert access.admit([(b"x-api-key", b"sk-alpha")]).name == "a"
     file.write_text("sk-gamma")
-    access.replace(new)
+    put_in_force = access.prepare(new)
+    assert access.admit([(b"x-api-key", b"sk-alpha")]).name == "a"
+    put_in_force()
     assert access.admit([(b"x-api-key", b"sk-gamma")]).name == "c"
     with pytest.raises(GatewayError):
         access.admit([(b"x-api-key", b"sk-alpha")])
