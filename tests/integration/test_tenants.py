@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fake_engine import FakeEngine, Received, chat_answer, stream_event
 from live_gateway import LiveGateway, live_gateway, until
@@ -478,6 +479,27 @@ async def test_requests_past_the_rate_are_told_when_to_come_again() -> None:
         assert await rejected(gateway, "requests_per_minute") == 2
         assert await gateway.metric("moongate_requests_total", code="429") == 2
     assert len(engine.received) == 4
+
+
+async def test_openai_python_knows_what_it_is_told() -> None:
+    limited = auth({**A, "requests_per_minute": 1}, B)
+    async with FakeEngine() as engine, live_gateway([engine.url], auth=limited) as gateway:
+
+        async def ask(key: str) -> object:
+            url = f"{gateway.url}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                return await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x"}]
+                )
+
+        with pytest.raises(openai.AuthenticationError) as wrong:
+            await ask("wrong")
+        assert wrong.value.code == "invalid_api_key"
+        await ask("gw-1")
+        with pytest.raises(openai.RateLimitError) as limit:
+            await ask("gw-1")
+        assert limit.value.code == "rate_limit_exceeded"
+        assert int(limit.value.response.headers["retry-after"]) in (59, 60)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> bytes:
