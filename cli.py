@@ -211,12 +211,22 @@ def _add_explain(commands: Commands) -> None:  # type: ignore[type-arg]
         "--admin-key-env", metavar="NAME",
         help="variable with the gateway's admin key (default: MOONGATE_ADMIN_KEY, if it is set)",
     )  # fmt: skip
+    parser.add_argument("--tenant", metavar="NAME", help="whose request it would be")
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="roots to trust for an https gateway (PEM)"
+    )
     parser.set_defaults(command=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
+    import ssl
+
     import httpx
 
+    try:
+        verify = ssl.create_default_context(cafile=options.ca)
+    except (OSError, ssl.SSLError) as error:
+        return _fail(f"--ca {options.ca}: {error.strerror or error}")
     try:
         body = options.file.read_bytes()
     except OSError as error:
@@ -228,9 +238,11 @@ def _explain(options: argparse.Namespace) -> int:
     if key:
         headers["authorization"] = f"Bearer {key}"
     try:
+        given = {"route": options.route, "tenant": options.tenant}
         answer = httpx.post(
             f"{options.url}/admin/explain", content=body, timeout=30.0, trust_env=False,
-            headers=headers, params={"route": options.route} if options.route else None,
+            headers=headers, params={name: value for name, value in given.items() if value},
+            verify=verify,
         )  # fmt: skip
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return _fail(f"{options.url}: {error}")

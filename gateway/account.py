@@ -53,6 +53,7 @@ class Account:
         self.request_id = request_id
         self.model_label = UNKNOWN_MODEL
         self.session_key: str | None = None
+        self.tenant = ""
         self.receipt: Receipt | None = None  # once it is forwarded
         self.has_first_byte = False
         self.is_counted = False
@@ -89,6 +90,7 @@ class Account:
             is_stream,
             time.time(),
             decision,
+            self.tenant,
             trace.trace_id if trace is not None and trace.is_recorded else None,
         )
         self._observers.recent.add(self.receipt)

@@ -15,12 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from moongate.gateway.access import Access
 from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
 from moongate.gateway.api_schema import ERRORS, UNREADY
+from moongate.gateway.client_guard import CallerGuard, family_of, tenant_of
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
-from moongate.gateway.metrics import UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
+from moongate.gateway.metrics import SHED_CODES, UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
@@ -44,6 +46,7 @@ def make_admin_app(
     metrics: Metrics,
     readiness: Readiness,
     roster: Roster,
+    access: Access,
     pooling: Pooling | None = None,
     state: SharedState | None = None,
 ) -> FastAPI:
@@ -56,17 +59,16 @@ def make_admin_app(
         responses=ERRORS,
     )
     core = driver.core
-    guard = AdminGuard(settings.auth.admin_key_env)
+    guard = CallerGuard(access, AdminGuard(settings.auth.admin_key_env))
 
     @app.middleware("http")
     async def check_caller(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        if request.url.path.startswith("/admin"):
-            try:
-                guard.check(request)
-            except GatewayError as error:
-                return _refusal(error)
+        try:
+            guard.check(request)
+        except GatewayError as error:
+            return _refused_caller(request, error, metrics)
         answer = await call_next(request)
         if request.url.path.startswith("/v1/"):
             # By the route's template, never by what the client wrote in its place.
@@ -93,8 +95,8 @@ def make_admin_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        listed = list_models(core, settings.models.aliases)
+    async def models(request: Request) -> dict[str, Any]:
+        listed = list_models(core, settings.models.aliases, tenant_of(request))
         if not listed["data"]:
             raise GatewayError(503, "no instance is up", "no_instance")
         return listed
@@ -136,6 +138,15 @@ def make_admin_app(
         return _error_response(error.status_code, body, error.headers or {})
 
     return app
+
+
+def _refused_caller(request: Request, error: GatewayError, metrics: Metrics) -> Response:
+    """Count and answer a request by whoever may not call. What was asked for is not looked at."""
+    if error.code in SHED_CODES:
+        metrics.rejected.add(1, error.code)
+        metrics.requests.add(1, UNMATCHED_ROUTE, UNKNOWN_MODEL, str(error.status))
+    body = error.body(family_of(request.url.path))
+    return _error_response(error.status, body, error.headers)
 
 
 def _refusal(error: GatewayError) -> Response:

@@ -31,7 +31,7 @@ def make_decision_route(recent: RecentReceipts) -> APIRouter:
         """Recent receipts, with candidates, costs and outcome.
 
         `slowest`: by time to the first byte, or in all; else the newest come first. `session`: of this
-        session key, or of the name that receipts show for it. `instance`: that computed the prompt or the
+        session key (of a tenant's `TENANT/KEY`), or of the name that receipts show for it. `instance`: that computed the prompt or the
         answer. `after`: only those with a higher number, to follow what happens.
         """
         wanted = Wanted(session, instance, request_id, after)

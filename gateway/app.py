@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from moongate import __version__
+from moongate.gateway.access import Access
 from moongate.gateway.api_admin import Readiness, make_admin_app
 from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
@@ -84,6 +85,7 @@ class Gateway:
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
         self.core = make_core(settings, chance.randrange)
         self.driver = Driver(self.core, clock, recorder)
+        self.access = Access(settings.auth, clock)
         self._clock = clock
         self._opened = AsyncExitStack()
         self._links: Links | None = None
@@ -144,7 +146,7 @@ class Gateway:
         divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
         self._hot_path = HotPath(
             settings, driver, self._links, prompts, metrics, turns, divergences, recent,
-            self._pooling, seeding, self._make_tracing(metrics),
+            self.access, self._pooling, seeding, self._make_tracing(metrics),
         )  # fmt: skip
         opened.push_async_callback(self._hot_path.close)
         roster = Roster(
@@ -152,13 +154,15 @@ class Gateway:
         )
         opened.push_async_callback(roster.close)
         self._admin = make_admin_app(
-            settings, driver, self._monitor, metrics, self.readiness, roster, self._pooling,
-            self._state,
+            settings, driver, self._monitor, metrics, self.readiness, roster, self.access,
+            self._pooling, self._state,
         )  # fmt: skip
         self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(
-            make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
+            make_explain_route(
+                settings, driver, prompts, turns, self.access, divergences, self._pooling
+            )
         )
         self._view = LiveView(
             driver, roster, metrics, recent, prompts, self.readiness, self._pooling
@@ -172,6 +176,8 @@ class Gateway:
             self._pooling.start()
         self._monitor.start()
         roster.start()
+        self.access.start()
+        opened.push_async_callback(self.access.close)
 
     async def _make_turns(self) -> ResponseTurns:
         stored, shared = self.settings.responses, self.settings.state

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from moongate.gateway.client import RawHeaders
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import PROXIED, Route
+from moongate.gateway.tenants import ANYBODY
 
 if TYPE_CHECKING:
     from moongate.gateway.app import Gateway
@@ -82,6 +83,7 @@ class ClientRequest:
         self.method = method
         self.target = target
         self.headers = headers
+        self.tenant = ANYBODY  # until its key was looked at
         self.opened_at = opened_at
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -353,6 +355,12 @@ class ClientProtocol(HttpToolsProtocol):
         )
         if not self.parser.should_keep_alive():
             self.cycle.keep_alive = False
+        try:
+            # Before anything else of it is read.
+            self.cycle.tenant = self._gateway.access.admit(self.headers)
+        except GatewayError as error:
+            self._refuse(error)
+            return
         length = next((v for n, v in self.headers if n == b"content-length"), b"0")
         if int(length) > self._body_bytes_max:
             self._refuse_body()

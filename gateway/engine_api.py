@@ -7,6 +7,7 @@ proof that nothing listens there, from silence, which is none.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ class EngineApi:
         *,
         timeout_s: float,
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key is not None else {}
@@ -44,6 +46,7 @@ class EngineApi:
             headers=headers,
             transport=transport,
             trust_env=False,
+            verify=tls if tls is not None else True,
             # Few calls, seconds apart: a kept connection would mostly be one that has gone stale.
             limits=httpx.Limits(max_keepalive_connections=0),
         )

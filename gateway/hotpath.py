@@ -14,15 +14,18 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from urllib.parse import unquote_to_bytes
 
 import orjson
 
+from moongate.gateway.access import Access, Meter
 from moongate.gateway.account import Account, Observers
 from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.background import Background
 from moongate.gateway.body import (
     Body,
     parse_body,
+    with_cache_salt,
     without_key,
 )
 from moongate.gateway.bootstrap import Bootstraps
@@ -132,14 +135,16 @@ class HotPath:
         turns: ResponseTurns,
         divergences: Divergences,
         seen: RecentTurns,
+        access: Access,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.recent = RecentReceipts(settings.observability.decisions_max)
         self.observers = Observers(metrics, self.recent, seen, tracing, driver.clock)
+        self.access = access
         self.turns = turns
-        self.background = Background(turns, self.answer)
+        self.background = Background(turns, self._answer_admitted)
         self.divergences = divergences
         self.pooling = pooling
         self.seeding = seeding
@@ -148,7 +153,7 @@ class HotPath:
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
-        self.reader = RequestReader(settings, driver)
+        self.reader = RequestReader(settings, driver, access)
         self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
@@ -187,6 +192,10 @@ class HotPath:
         """Answer a request whose body is complete."""
         await self._exchange(client).run()
 
+    async def _answer_admitted(self, client: Client) -> None:
+        """Compute what a request has asked for that is answered already, and was counted then."""
+        await self._exchange(client).run(is_admitted=True)
+
     def refuse(self, client: Client, error: GatewayError) -> None:
         """Answer a request that is refused before its body is read."""
         self._exchange(client).refuse(error)
@@ -204,12 +213,18 @@ class _Exchange:
         self._client = client
         self._route = client.route
         self._id = request_id
+        self._tenant = client.tenant
+        self._meter = path.access.meter(client.tenant)
+        self._usage = UsageReader()  # of a stream, as far as it has come
         self._headers = read_headers(client.headers)
         given_id = clean_request_id(self._headers.get("x-request-id"))
+        if given_id is not None and path.access.tenants.are_in(given_id.encode()):
+            given_id = None  # it is told and logged, and a key isn't
         self._client_id = given_id or make_request_id()
         self._account = Account(
             path.observers, client.route, self._client_id, self._headers, client.opened_at
         )
+        self._account.tenant = client.tenant.name
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
@@ -225,14 +240,19 @@ class _Exchange:
 
     # --- the steps --------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Parse, route, relay. A cancellation means that the client has left."""
+    async def run(self, *, is_admitted: bool = False) -> None:
+        """Parse, route, relay. A cancellation means that the client has left.
+
+        `is_admitted`: as a request it was counted before.
+        """
         trace = self._account.trace
         trace_id = trace.trace_id if trace is not None else None
         REQUEST.set(LoggedRequest(self._client_id, trace_id))  # of this task, which is only for it
         try:
             self._check_method()
             raw = self._client.take_body()
+            if self._meter is not None and not is_admitted:
+                await self._meter.begin(len(raw))
             parsed = self._parse(raw)
             if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
                 await self._answer_later(raw, parsed)
@@ -265,8 +285,20 @@ class _Exchange:
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
+            if self._meter is not None:
+                self._end_meter(self._meter)
             if self._path.seeding is not None:
                 self._path.seeding.forget(self._id)
+
+    def _end_meter(self, meter: Meter) -> None:
+        """Count what an answer that has no end has cost; one that an engine never gave costs nothing."""
+        account = self._account
+        has_left = self._client.disconnected and account.receipt is not None
+        if account.has_first_byte or has_left:
+            told = self._usage.completion_tokens()
+            meter.end(None, told if told is not None else self._usage.events)
+        else:
+            meter.give_back()
 
     def _end_early(self) -> None:
         """The request is cancelled: its client has left, or the gateway stops and has waited enough."""
@@ -296,18 +328,24 @@ class _Exchange:
         """Return the body as engines may get it.
 
         That is without what only the gateway may say to an engine's KV connector, and, where the
-        operator wants every stream's usage, with the wish for it.
+        operator wants every stream's usage or it is needed for a rate, with the wish for it. Raises:
+        GatewayError (400; 404 for a model that isn't the tenant's).
         """
-        body, self._renaming = self._path.aliases.resolve(parse_body(raw, self._route), self._route)
+        asked = parse_body(raw, self._route)
+        body, self._renaming = self._path.aliases.resolve(asked, self._route)
+        self._path.reader.check_rights(self._tenant, asked.model, body.model)
         is_allowed = self._path.settings.limits.allow_kv_transfer_params
         if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
         has_usage = self._route.kind in WITH_CHOICES and body.is_stream
-        asks_always = self._path.settings.observability.stream_usage == "always"
+        is_metered = self._meter is not None and self._meter.counts_tokens
+        asks_always = self._path.settings.observability.stream_usage == "always" or is_metered
         if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.top):
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
-        return body
+        self._path.reader.check_limits(body, self._headers)
+        salt = self._tenant.cache_salt
+        return body if salt is None or not self._route.is_cached else with_cache_salt(body, salt)
 
     async def _answer_later(self, raw: bytes, body: Body) -> None:
         """Tell the client what to ask for, or what comes, of an answer that goes on without it.
@@ -351,7 +389,7 @@ class _Exchange:
         """Return the body with all that it continues. Raises: GatewayError (404)."""
         if self._route.kind is not PromptKind.RESPONSES:
             return body
-        turn = await self._path.turns.begin(body, self._route)
+        turn = await self._path.turns.begin(self._tenant.name, body, self._route)
         self._turn = None if turn.is_plain else turn
         return turn.body
 
@@ -359,6 +397,8 @@ class _Exchange:
         """Return the request as routing sees it. Raises: GatewayError."""
         path = self._path
         model = self._account.model_label = path.reader.find_model(body)
+        if body.model is None:  # the only one that is served
+            path.reader.check_rights(self._tenant, model)
         policy = path.reader.find_policy(self._headers)
         if path.driver.core.get_policy(policy).reads_prompts:
             self._read = await self._read_prompt(body)
@@ -371,8 +411,11 @@ class _Exchange:
             self._read,
             model,
             policy,
+            self._tenant,
             has_room=path.adopted < ADOPTED_MAX,
         )
+        if self._meter is not None:
+            self._meter.note_prompt(request.prompt_tokens)
         if request.session_key is not None:
             self._account.session_key = request.session_key
             self._note_turn(request.session_key, request, body)
@@ -487,7 +530,7 @@ class _Exchange:
         body = self._body
         assert body is not None
         headers = self._headers_for(holder, link)
-        raw, target = body.raw, self._client.target
+        raw, target = body.raw, self._target()
         self._bridge = self._bridge_to(link, body)
         if self._bridge is not None:
             raw, target = self._bridge.body, self._bridge.path
@@ -506,6 +549,14 @@ class _Exchange:
             answer.close()
             raise
 
+    def _target(self) -> str:
+        """Return the address as engines get it: without a query that has a client's key in it."""
+        target = self._client.target
+        if "?" not in target or self._path.settings.auth.forward_client_key:
+            return target
+        is_secret = self._path.access.tenants.are_in(unquote_to_bytes(target))
+        return self._route.template if is_secret else target
+
     def _bridge_to(self, link: Link, body: Body) -> Bridge | None:
         """Return the way around for an instance that has no messages, None where none is needed."""
         is_messages = self._route.family is ApiFamily.ANTHROPIC
@@ -519,6 +570,7 @@ class _Exchange:
             self._client.headers,
             request_id=self._client_id,
             forward_credentials=self._path.settings.auth.forward_client_key,
+            is_secret=self._path.access.tenants.are_in,
             api_key=link.api_key,
             rank=holder.rank,
         )
@@ -664,7 +716,7 @@ class _Exchange:
             if kind is AnswerKind.EVENTS:
                 self._is_stream = True
                 end = functools.partial(self._end, answer.status, forward)
-                relayed = await relay_events(opened, client, end, edit=edit)
+                relayed = await relay_events(opened, client, end, self._usage, edit=edit)
                 if (
                     self._bridge is not None
                     and relayed.error is None
@@ -734,15 +786,18 @@ class _Exchange:
 
     def refuse(self, error: GatewayError) -> None:
         """Answer with an error of the gateway's own."""
-        if error.code in SHED_CODES:
-            self._path.metrics.rejected.add(1, error.code)
-        self._answer_with(error.status, error.body(self._route.family), error.headers)
+        reason = error.reason or error.code
+        if reason in SHED_CODES:
+            self._path.metrics.rejected.add(1, reason)
+        rates = self._meter.headers() if self._meter is not None else {}
+        headers = {**rates, **error.headers}
+        self._answer_with(error.status, error.body(self._route.family), headers)
 
     def _our_headers(self, forward: Forward) -> dict[str, str]:
         headers = {"x-request-id": self._client_id}
         if self._path.settings.observability.receipt_headers:
             headers |= receipt_headers(forward.decision)
-        return headers
+        return headers | self._meter.headers() if self._meter is not None else headers
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -782,6 +837,8 @@ class _Exchange:
                 cached_tokens if forward.prefill is None else None,
             )
         output_tokens = usage.completion_tokens()
+        if self._meter is not None:
+            self._meter.ended(status, usage.prompt_tokens(), output_tokens)
         is_traced = self._account.trace is not None and not self._has_exact_prompt()
         self._account.answered(
             prompt_tokens=usage.prompt_tokens() if is_traced else None,

@@ -104,6 +104,7 @@ class Links:
 def _open(instance: InstanceSettings, settings: Settings) -> Link:
     api_key = os.environ[instance.api_key_env] if instance.api_key_env is not None else None
     limits = settings.limits
+    tls = instance.tls.context() if instance.tls is not None else None
     return Link(
         id=InstanceId(instance.id),
         settings=instance,
@@ -112,7 +113,8 @@ def _open(instance: InstanceSettings, settings: Settings) -> Link:
             connect_timeout_s=limits.connect_timeout_s,
             read_timeout_s=limits.upstream_timeout_s,
             connections_max=limits.connections_per_instance_max,
+            tls=tls,
         ),
-        api=EngineApi(instance.url, timeout_s=settings.health.timeout_s, api_key=api_key),
+        api=EngineApi(instance.url, timeout_s=settings.health.timeout_s, api_key=api_key, tls=tls),
         api_key=api_key,
     )

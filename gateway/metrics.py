@@ -18,6 +18,7 @@ from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_outline import Cause
+from moongate.gateway.rates import Measure
 from moongate.gateway.receipt import Receipt
 from moongate.gateway.seeding import SeedingResult
 from moongate.gateway.shared_state import SharedState
@@ -26,9 +27,12 @@ from moongate.gateway.trace_export import TraceResult
 from moongate.router import FailureKind, RouterCore, Tier
 
 SHED_CODES = frozenset(
-    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
-)
-"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
+    {
+        "no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large",
+        "invalid_api_key", *(measure.value for measure in Measure),
+    }
+)  # fmt: skip
+"""Refusals for want of room or of rights, which `moongate_rejected_total` counts by reason."""
 
 UNKNOWN_MODEL = "unknown"
 UNMATCHED_ROUTE = "unmatched"

@@ -29,6 +29,7 @@ class Receipt:
     is_stream: bool
     began_at_s: float  # unix time
     decision: Decision  # the last one; there are several where an attempt failed
+    tenant: str = ""  # whose it is; "" where no keys are asked for
     trace_id: str | None = None  # of the trace that it is in, if that is recorded
     number: int = 0  # rises from receipt to receipt of one gateway
     attempts: int = 1
@@ -87,6 +88,7 @@ def receipt_as_json(receipt: Receipt) -> dict[str, Any]:
         "route": receipt.route,
         "model": receipt.model,
         "session": name_session(session_key) if session_key is not None else None,
+        "tenant": receipt.tenant or None,
         "is_stream": receipt.is_stream,
         "attempts": receipt.attempts,
         "ttft_ms": _rounded(receipt.ttft_ms),

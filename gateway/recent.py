@@ -26,7 +26,7 @@ SLOWNESS: Mapping[str, Callable[[Receipt], float]] = {
 class Wanted:
     """Which receipts an operator asks for; None: any.
 
-    `session`: a key, or its name. `after`: only those with a higher number.
+    `session`: a key (of a tenant's `TENANT/KEY`), or its name. `after`: only those with a higher number.
     """
 
     session: str | None = None

@@ -65,8 +65,8 @@ _write = msgspec.msgpack.Encoder().encode
 
 
 class SharedResponses:
-    """`store` is this replica's own. `running`: ids of responses that this replica computes, as they are
-    at any time. Create it inside the event loop.
+    """`store` is this replica's own. `running`: tenants and ids of responses that this replica computes, as they
+    are at any time. Create it inside the event loop.
     """
 
     def __init__(self, store: ResponseStore, state: SharedState, ttl_s: float) -> None:
@@ -75,9 +75,9 @@ class SharedResponses:
         self._ttl_s = max(1, round(ttl_s))
         self._writes: asyncio.Queue[tuple[Callable[[Pipeline], object], int]] = asyncio.Queue()
         self._waiting_bytes = 0
-        self._cancels: set[str] = set()
+        self._cancels: set[tuple[str, str]] = set()
         self._writing = asyncio.create_task(self._keep_writing())
-        self.running: Collection[str] = ()
+        self.running: Collection[tuple[str, str]] = ()
 
     async def close(self) -> None:
         """Write what waits, if that goes quickly."""
@@ -144,7 +144,7 @@ class SharedResponses:
             found = await self._load(tenant, head, now)
         else:
             self._later(lambda p: self._touch(p, tenant, head.line))
-        if found is None or not head.is_running or response_id in self.running:
+        if found is None or not head.is_running or (tenant, response_id) in self.running:
             return found
         (runs,) = await self._state.ask(lambda p: p.exists(_key(tenant, response_id, "run")))
         # Leases that ran out while Redis was away say nothing.
@@ -212,7 +212,7 @@ class SharedResponses:
 
     def put(self, response: StoredResponse, *, is_lost: bool = False) -> None:
         """Let the other replicas know a response, soon. `is_lost`: Redis had it, and those before it."""
-        if response.is_running and is_lost and response.id not in self.running:
+        if response.is_running and is_lost and (response.tenant, response.id) not in self.running:
             return  # whoever computes it says so
         line = [*response.line()]
         written = line if is_lost else line[:1]
@@ -237,31 +237,31 @@ class SharedResponses:
 
     # --- in the background ------------------------------------------------------------------------
 
-    async def renew(self, tenant: str) -> Sequence[str]:
+    async def renew(self) -> Sequence[tuple[str, str]]:
         """Say which responses are still computed here; return those of which another replica has said
         that they are to end (see `take_cancel`), or may have thought that they were lost."""
-        ids = [*self.running]
+        names = [*self.running]
 
         def renew(pipeline: Pipeline) -> None:
-            for response_id in ids:
-                pipeline.getdel(_key(tenant, response_id, "cancel"))
-            for response_id in ids:
-                key = _key(tenant, response_id, "run")
+            for name in names:
+                pipeline.getdel(_key(*name, "cancel"))
+            for name in names:
+                key = _key(*name, "run")
                 pipeline.set(key, b"", px=round(LEASE_S * 1000), get=True)
 
         try:
-            answers = await self._state.tell(renew) if ids else []
+            answers = await self._state.tell(renew) if names else []
         except StateUnavailable:
             return ()
-        cancels, leases = answers[: len(ids)], answers[len(ids) :]
-        self._cancels |= {one for one, found in zip(ids, cancels, strict=False) if found}
-        lapsed = {one for one, lease in zip(ids, leases, strict=False) if lease is None}
-        return [one for one in ids if one in self._cancels or one in lapsed]
+        cancels, leases = answers[: len(names)], answers[len(names) :]
+        self._cancels |= {one for one, found in zip(names, cancels, strict=False) if found}
+        lapsed = {one for one, lease in zip(names, leases, strict=False) if lease is None}
+        return [one for one in names if one in self._cancels or one in lapsed]
 
-    def take_cancel(self, response_id: str) -> bool:
+    def take_cancel(self, name: tuple[str, str]) -> bool:
         """Tell, once, whether another replica wants a response ended that is computed here."""
-        is_wanted = response_id in self._cancels
-        self._cancels.discard(response_id)
+        is_wanted = name in self._cancels
+        self._cancels.discard(name)
         return is_wanted
 
     async def ask_to_cancel(self, tenant: str, response_id: str) -> None:

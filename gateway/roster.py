@@ -45,9 +45,10 @@ class Announced(InstanceSettings):
     @model_validator(mode="before")
     @classmethod
     def _check_key(cls, given: Any) -> Any:
-        # Before the other checks, which would tell whether such a variable exists.
-        if isinstance(given, dict) and given.get("api_key_env") is not None:
-            raise ValueError("api_key_env: only the gateway's own configuration may name one")
+        # Before the other checks, which would tell whether such a variable or file exists.
+        for name in ("api_key_env", "tls"):
+            if isinstance(given, dict) and given.get(name) is not None:
+                raise ValueError(f"{name}: only the gateway's own configuration may have one")
         return given
 
     @property

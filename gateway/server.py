@@ -83,9 +83,11 @@ class GatewayServer:
     def __init__(self, gateway: Gateway, sock: socket.socket) -> None:
         self.gateway = gateway
         self._socket = sock
+        tls = gateway.settings.listen.tls
         self._server = _Server(
             uvicorn.Config(
                 gateway,
+                ssl_context_factory=(lambda *_: tls.context()) if tls is not None else None,
                 http=ClientProtocol,
                 ws="none",
                 lifespan="on",
@@ -164,7 +166,8 @@ def run(settings: Settings) -> None:
         server = GatewayServer(Gateway(settings), sock)
         handle_signals(server)
         host = settings.listen.host
-        logger.info("moongate listens on http://%s:%d", host, server.port)
+        scheme = "https" if settings.listen.tls is not None else "http"
+        logger.info("moongate listens on %s://%s:%d", scheme, host, server.port)
         spare_collector()
         keep_memory()
         await server.serve()

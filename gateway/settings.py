@@ -24,7 +24,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -33,7 +32,10 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.gateway.auth_settings import AuthSettings, InstanceTlsSettings, ListenTlsSettings
 from moongate.gateway.logs import LogFormat
+from moongate.gateway.setting_section import Name
+from moongate.gateway.setting_section import Section as _Section
 from moongate.kvpool.keys import SHARDS_MAX, Shard
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
@@ -65,10 +67,6 @@ class SettingsError(ValueError):
 
 
 # --- the shape ------------------------------------------------------------------------------------
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _check_header_name(name: str) -> str:
@@ -172,7 +170,6 @@ OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 KeyPart = Annotated[str, AfterValidator(_check_key_part)]
 HashSeed = Annotated[str, BeforeValidator(_whole_as_text)]  # YAML reads an unquoted 0 as a number
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
 class ListenSettings(_Section):
@@ -180,6 +177,7 @@ class ListenSettings(_Section):
 
     host: str = "127.0.0.1"  # reachable from this machine only, until the operator says otherwise
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000  # 0: any free port
+    tls: ListenTlsSettings | None = None  # None: without encryption
 
 
 class LimitsSettings(_Section):
@@ -195,6 +193,14 @@ class LimitsSettings(_Section):
     prompt_memory_bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # what was tokenised before
     # Requests that one instance may have from this gateway at a time; null: as many as come.
     connections_per_instance_max: Annotated[int, Field(ge=1)] | None = None
+    # How deeply a body may be nested; parsers end at about 1,000 by themselves.
+    json_depth_max: Annotated[int, Field(ge=8, le=1000)] = 128
+    messages_max: Annotated[int, Field(ge=1)] = (
+        100_000  # or input items, or prompts, of one request
+    )
+    stop_max: Annotated[int, Field(ge=1)] = (
+        64  # stop strings of one request; engines may take fewer
+    )
     allow_kv_transfer_params: bool = False  # let clients speak to the engine's KV connector
 
 
@@ -265,6 +271,7 @@ class InstanceSettings(_Section):
     )
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
     api_key_env: str | None = None  # variable with the engine's own key
+    tls: InstanceTlsSettings | None = None  # for an https url; None: as the system trusts
     pool: bool | None = None  # whether its engine uses the pool; None: as it shows
     # Whether it serves /v1/messages, or is asked by way of chats; auto: as it shows.
     messages: Literal["auto", "native", "chat"] = "auto"
@@ -289,6 +296,8 @@ class InstanceSettings(_Section):
             raise ValueError("kv_replay without kv_events")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
+        if self.tls is not None and not self.url.startswith("https://"):
+            raise ValueError(f"tls: only for an https url, not {self.url}")
         if self.kv_connector == "mooncake" and self.role == "prefill" and not self.bootstrap_url:
             raise ValueError(
                 "kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as"
@@ -304,19 +313,6 @@ class InstanceSettings(_Section):
         for endpoint in (self.kv_events, self.kv_replay):
             if endpoint is not None and endpoint.startswith("ipc://") and len(ranks) > 1:
                 raise ValueError(f"ranks: several need tcp:// addresses for events, not {endpoint}")
-        return self
-
-
-class AuthSettings(_Section):
-    """Keys. Without `forward_client_key` a client's key never reaches an engine."""
-
-    forward_client_key: bool = False  # pass clients' keys and cookies on to engines
-    admin_key_env: str | None = None  # variable with the key that /admin asks for
-
-    @model_validator(mode="after")
-    def _check(self) -> AuthSettings:
-        if self.admin_key_env is not None and not os.environ.get(self.admin_key_env):
-            raise ValueError(f"admin_key_env: the variable {self.admin_key_env} is not set")
         return self
 
 

@@ -150,7 +150,7 @@ def own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shown", configurations(), ids=lambda shown: shown.page)
 def test_a_configuration_is_accepted(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in re.findall(r"_env: ([A-Z_]+)", shown.text):
-        monkeypatch.setenv(name, "k")
+        monkeypatch.setenv(name, f"k-{name}")
     parse_settings(shown.text, shown.page)
 
 

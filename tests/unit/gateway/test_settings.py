@@ -63,6 +63,7 @@ def test_the_contracts_example_says_what_the_defaults_are() -> None:
         "role": "both",
         "pool": None,
         "messages": "auto",
+        "tls": None,
         "kv_connector": "auto",
         "bootstrap_url": None,
         "kv_events": "tcp://127.0.0.1:5602",
@@ -185,7 +186,7 @@ SECTIONS = (
         ("health_interval: 0\n", f"1: health_interval: unknown key; known here: {SECTIONS}"),
         (
             "listen:\n  prot: 1\n",
-            "2: listen.prot: unknown key (did you mean port?); known here: host, port",
+            "2: listen.prot: unknown key (did you mean port?); known here: host, port, tls",
         ),
         (
             "tokenizer: {mode: lcal}\n",
@@ -280,7 +281,7 @@ def test_c96_a_wrong_value_gets_file_line_key_and_what_is_right(head: str, probl
             (
                 "0.rank: unknown key (did you mean ranks?); known here: api_key_env, block_size, "
                 "bootstrap_url, id, "
-                "kv_connector, kv_events, kv_replay, messages, models, pool, ranks, role, url, weight"
+                "kv_connector, kv_events, kv_replay, messages, models, pool, ranks, role, tls, url, weight"
             ),
         ),
     ],
