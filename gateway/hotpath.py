@@ -61,6 +61,7 @@ from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.recent import RecentReceipts
 from moongate.gateway.recent_turns import RecentTurns
+from moongate.gateway.refusals import Refusals, Refused
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -427,6 +428,15 @@ class _Exchange:
 
     async def _forward(self, forward: Forward, request: Request, body: Body) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
+        refusals = Refusals()
+        try:
+            await self._attempt_all(forward, request, body, refusals)
+        finally:
+            refusals.close()
+
+    async def _attempt_all(
+        self, forward: Forward, request: Request, body: Body, refusals: Refusals
+    ) -> None:
         while True:
             self._account.forwarded(forward, request, is_stream=body.is_stream)
             opened: Opened | None = None
@@ -436,9 +446,14 @@ class _Exchange:
                 status = opened.answer.status
                 self._account.attempted(forward, str(status) if status >= 500 else None)
                 command: RequestCommand | None = None
-                if opened.answer.status >= 500:
-                    command = self._report(FailureKind.STATUS, opened.answer.status)
-                if not isinstance(command, Forward):
+                if status >= 500:
+                    command = self._report(FailureKind.STATUS, status)
+                elif status == 429 and self._handoff is None:
+                    command = self._report(FailureKind.RATE_LIMITED, status)
+                    refusals.keep(Refused(opened, forward, self._bridge))
+                    opened = None  # it is closed with the others
+                gives_way = isinstance(command, Forward) or (status >= 500 and refusals.best())
+                if opened is not None and not gives_way:
                     await self._relay(opened, forward)
                     return
             except UpstreamError as error:
@@ -458,8 +473,16 @@ class _Exchange:
                     opened.answer.close()
             if not isinstance(command, Forward):
                 self._release_owed()
-                raise as_gateway_error(failure)
+                await self._relay_refusal(refusals.best(), failure)
+                return
             forward = command
+
+    async def _relay_refusal(self, refused: Refused | None, failure: UpstreamError | None) -> None:
+        """Nobody could do it, and one that could later says when. Raises: GatewayError, if none does."""
+        if refused is None:
+            raise as_gateway_error(failure)
+        self._bridge = refused.bridge
+        await self._relay(refused.opened, refused.forward)
 
     async def _attempt(self, forward: Forward) -> Opened:
         """Return the answer's beginning. Raises: UpstreamError, PrefillFailed."""
@@ -790,7 +813,8 @@ class _Exchange:
             output_tokens=output_tokens,
         )
         completion_tokens = output_tokens if self._has_one_choice else None
-        self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
+        outcome = Outcome.REFUSED if 400 <= status < 500 else Outcome.ANSWERED
+        self._finish(outcome, completion_tokens, cached_tokens)
         self._account.count(status)
 
     def _has_exact_prompt(self) -> bool:

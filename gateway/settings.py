@@ -35,6 +35,7 @@ from pydantic_core import ErrorDetails
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
 from moongate.gateway.logs import LogFormat
 from moongate.kvpool.keys import SHARDS_MAX, Shard
+from moongate.router.breaker import BreakerLimits
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 from moongate.router.seeding import SeedingLimits
@@ -189,6 +190,8 @@ class LimitsSettings(_Section):
     headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # of one request; past it 431
     queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # whose prompts are being read
     upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
+    # Send a request once more, elsewhere, after an engine was silent for that long; it is cancelled first.
+    retry_timeouts: bool = True
     connect_timeout_s: Seconds = 5.0  # for a connection to an engine
     # Blocks that events may put into the index, 190 bytes each; past it a source is degraded.
     index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000
@@ -469,6 +472,24 @@ class HealthSettings(_Section):
     up_after: Annotated[int, Field(ge=1)] = 1  # good checks in a row
 
 
+class BreakerSettings(_Section):
+    """When an instance that answers health checks gets no requests all the same; see `router/breaker.py`."""
+
+    failures_max: Annotated[int, Field(ge=1)] = 5  # answers broken off in a row; then it opens
+    open_s: Seconds = 1.0  # the first back-off; then one trial, and twice as long if it fails
+    open_s_max: Seconds = 30.0  # what a back-off grows to
+
+    @property
+    def limits(self) -> BreakerLimits:
+        return BreakerLimits(self.failures_max, self.open_s, self.open_s_max)
+
+    @model_validator(mode="after")
+    def _check(self) -> BreakerSettings:
+        if self.open_s_max < self.open_s:
+            raise ValueError(f"open_s_max: expected open_s ({self.open_s:g}) or more")
+        return self
+
+
 class DrainSettings(_Section):
     """How the gateway stops."""
 
@@ -520,6 +541,7 @@ class Settings(_Section):
     responses: ResponsesSettings = ResponsesSettings()
     state: StateSettings = StateSettings()
     health: HealthSettings = HealthSettings()
+    breaker: BreakerSettings = BreakerSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     instances: list[InstanceSettings]  # none: all announce themselves

@@ -10,9 +10,10 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
+from moongate.router.breaker import BreakerLimits
 from moongate.router.candidates import CandidateTable
 from moongate.router.choosing import PLACES, Choice, Chooser
 from moongate.router.commands import (
@@ -28,6 +29,7 @@ from moongate.router.cost import PREFILL_TOKENS_PER_MS_PRIOR
 from moongate.router.events import (
     BatchReceived,
     Event,
+    FailureKind,
     InstanceAdded,
     InstanceDescribed,
     InstanceDraining,
@@ -78,6 +80,9 @@ class RouterLimits:
 
     index_blocks_max: int = 4_000_000  # about 190 bytes each
     attempts_max: int = 2  # one try, one retry elsewhere
+    retries_timeouts: bool = True  # also of a request on which an engine may have worked for long
+    rate_limits_max: int = 4  # instances that are asked for a request that gets 429
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
     prediction_s: float = 60.0  # where events will confirm: how long a prefill may take
     approximate_prediction_s: float = 600.0  # without events: how long an idle prefix may last
     up_after: int = 1  # successful checks in a row
@@ -104,7 +109,7 @@ class RouterCore:
         self.policy = policy
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
-        self.fleet = Fleet(self.limits.prefill_tokens_per_ms)
+        self.fleet = Fleet(self.limits.prefill_tokens_per_ms, self.limits.breaker)
         self.index = OwnershipIndex(self.limits.index_blocks_max)
         self.loads = LoadTable()
         self.lineages = Lineages()
@@ -306,8 +311,19 @@ class RouterCore:
         if isinstance(event, PrefillFailed) and tracked.attempt == attempts_max:
             # No prefill instance could do it; one that computes for itself perhaps can.
             tracked.is_alone = True
-        may_try = tracked.attempt < attempts_max + tracked.is_alone
+        may_try = tracked.attempt < attempts_max + tracked.is_alone and self._may_repeat(
+            tracked, event.kind
+        )
         return self._try_forward(tracked, now) if may_try else None
+
+    def _may_repeat(self, tracked: Tracked, kind: FailureKind) -> bool:
+        match kind:
+            case FailureKind.TIMEOUT:
+                return self.limits.retries_timeouts
+            case FailureKind.RATE_LIMITED:
+                return len(tracked.full) < self.limits.rate_limits_max
+            case _:
+                return True
 
     # --- choosing ---------------------------------------------------------------------------------
 

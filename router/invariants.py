@@ -74,7 +74,9 @@ def _check_request(tracked: Tracked, attempts_max: int) -> None:
 def _check_trials(core: RouterCore) -> None:
     """A trial that no request answers for would keep its instance without work for good."""
     for instance in core.fleet:
-        assert instance.trial is None or instance.trial in core.requests, instance
+        breaker = instance.breaker
+        assert breaker.trial is None or breaker.trial in core.requests, instance
+        assert breaker.trial is None or not breaker.is_closed, instance
 
 
 def _check_seedings(core: RouterCore) -> None:

@@ -886,7 +886,7 @@ class History:
         if kind is FailureKind.UNREACHABLE and instance is not None:
             instance.probed(is_healthy=False, is_gone=True)
         opened.is_kept = opened.is_kept and not kind.was_sent
-        opened.attempts -= kind is FailureKind.FULL and not opened.is_kept
+        opened.attempts -= kind.is_refusal and not opened.is_kept
         is_prefill = opened.prefill is not None
         opened.had_prefill = opened.had_prefill or is_prefill
         count = len(self.commands)
@@ -983,7 +983,7 @@ class History:
         assert self.core.loads.loads == {}
         assert self.core.index._predicted_masks == {}
         for instance in self.core.fleet:
-            assert instance.trial is None
+            assert instance.breaker.trial is None
 
     def check_converged(self) -> None:
         """Check that the index of each holder that is EXACT is what its engines hold."""
