@@ -183,7 +183,7 @@ class CandidateTable:
         return Candidate(
             holder,
             instance.spec.role,
-            instance.spec.weight,
+            instance.weight,
             self._sources.trust(holder),
             load.active_requests,
             load.queued_prefill_tokens,

@@ -143,6 +143,7 @@ class Chooser:
             departures=departure.lineage.departures,
             tokens_per_ms=self.fleet.tokens_per_ms,
             places=len(candidates) if places is None else places,
+            context_tokens=self.fleet.prefill.context_tokens,
         )
         return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
 
@@ -181,16 +182,18 @@ class Chooser:
         history_tokens = self.lineages.find_history(chain) * block_tokens
         usable_tokens = (request.prompt.token_count - 1) // block_tokens * block_tokens
         enough = min(history_tokens, usable_tokens) or usable_tokens - block_tokens
-        duties = (Duty.ALL, Duty.PREFILL) if request.may_hand_over else (Duty.ALL,)
-        for duty in duties:
-            group = self.table.group(request.model, now, duty=duty)
-            members = self.table.members(group)
-            overlaps = self._overlaps(request.prompt, group, history_tokens)
-            for holder, (confirmed, _) in overlaps.items():
-                queued = members[group.positions[holder]].queued_prefill_tokens
-                is_free = queued <= COVERED_QUEUE_MS * self.fleet.tokens_per_ms
-                if is_free and confirmed >= enough:
-                    return True
+        # Where a prompt may be computed for another instance, the pool decides whether that pays, even
+        # if the one that will answer has all of it.
+        is_handed_over = request.may_hand_over and self.fleet.has_prefill(request.model)
+        duty = Duty.PREFILL if is_handed_over else Duty.ALL
+        group = self.table.group(request.model, now, duty=duty)
+        members = self.table.members(group)
+        overlaps = self._overlaps(request.prompt, group, history_tokens)
+        for holder, (confirmed, _) in overlaps.items():
+            queued = members[group.positions[holder]].queued_prefill_tokens
+            is_free = queued <= COVERED_QUEUE_MS * self.fleet.tokens_per_ms
+            if is_free and confirmed >= enough:
+                return True
         return False
 
     def _place(self, request: Request, group: Group) -> tuple[list[Candidate], Departure, int]:
