@@ -311,6 +311,7 @@ def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterC
         retry_after_s=settings.health.interval_s,
         retries_timeouts=settings.limits.retry_timeouts,
         breaker=settings.breaker.limits,
+        admission=settings.admission.limits(settings.limits.queue_requests_max),
     )
     seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
     return RouterCore(policy, random_below, limits, others, seeding)

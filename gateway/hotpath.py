@@ -85,12 +85,12 @@ from moongate.gateway.usage import UsageReader
 from moongate.router import (
     FailureKind,
     Forward,
+    Hold,
     Holder,
     ModelCard,
     Outcome,
     PrefillEnded,
     Reject,
-    RejectReason,
     Request,
     RequestArrived,
     RequestFailed,
@@ -249,7 +249,7 @@ class _Exchange:
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
-            await self._forward(self._handle_arrival(request), request, body)
+            await self._forward(await self._handle_arrival(request), request, body)
         except GatewayError as error:
             self.refuse(error)
         except Exception:
@@ -409,20 +409,23 @@ class _Exchange:
         assert read.prompt is not None
         return PromptTokens(read.prompt, read.tokens, read_salt(body), self._find_card())
 
-    def _handle_arrival(self, request: Request) -> Forward:
+    async def _handle_arrival(self, request: Request) -> Forward:
+        """Return where it goes, once it may. Raises: GatewayError."""
         began = self._path.driver.clock()
         self._account.phase_ended(QUEUE)
         command = self._path.driver.handle(RequestArrived(request))
-        self._path.metrics.route_seconds.observe(self._path.driver.clock() - began)
+        decided = self._path.driver.clock()
+        self._path.metrics.route_seconds.observe(decided - began)
         self._account.phase_ended(ROUTE)
+        if isinstance(command, Hold):
+            command = await self._path.driver.until_admitted(self._id)
+            self._account.waited(self._path.driver.clock() - decided)
         match command:
             case Forward():
                 self._is_reserved = True
                 return command
-            case Reject(reason=RejectReason.UNKNOWN_MODEL):
-                raise GatewayError(404, "the model does not exist", "model_not_found", "model")
             case Reject():
-                raise self._path.reader.unavailable(command.retry_after_s)
+                raise self._path.reader.rejection(command)
             case _:
                 raise AssertionError(command)
 
@@ -765,6 +768,8 @@ class _Exchange:
         headers = {"x-request-id": self._client_id}
         if self._path.settings.observability.receipt_headers:
             headers |= receipt_headers(forward.decision)
+            if self._account.queue_ms is not None:
+                headers["x-moongate-queue-ms"] = f"{self._account.queue_ms:.1f}"
         return headers
 
     # --- counting ---------------------------------------------------------------------------------

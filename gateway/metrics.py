@@ -26,7 +26,14 @@ from moongate.gateway.trace_export import TraceResult
 from moongate.router import FailureKind, RouterCore, Tier
 
 SHED_CODES = frozenset(
-    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
+    {
+        "no_instance",
+        "queue_full",
+        "queue_timeout",
+        "gateway_pool",
+        "body_too_large",
+        "headers_too_large",
+    }
 )
 """Refusals for want of room, which `moongate_rejected_total` counts by reason."""
 
@@ -69,6 +76,10 @@ class Metrics:
         self.settle_seconds = Distribution(
             "moongate_settle_seconds", "Time that turns waited for events of the turn before",
             buckets=SETTLE_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.queue_seconds = Distribution(
+            "moongate_queue_seconds", "Time that requests waited for an instance with room",
+            buckets=SECONDS_BUCKETS, registry=r,
         )  # fmt: skip
         self.ttft_seconds = Distribution(
             "moongate_ttft_seconds", "Time from a request's arrival to its answer's first byte",
@@ -185,9 +196,15 @@ class _CurrentState(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._instance_metrics()
         yield from self._index_metrics()
-        queue = GaugeMetricFamily("moongate_queue_requests", "Requests whose prompt is being read")
-        queue.add_metric([], self._prompts.waiting)
-        yield queue
+        admission, reading = self._core.admission, self._prompts.waiting
+        held = len(admission.queue) if admission is not None else 0
+        yield GaugeMetricFamily(
+            "moongate_queue_requests", "Requests that wait before they are forwarded",
+            reading + held,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "moongate_reading_requests", "Of these, those whose prompt is being read", reading
+        )
         memory = GaugeMetricFamily("moongate_prompt_memory_bytes", "What was tokenised before")
         memory.add_metric([], self._prompts.memory_bytes)
         yield memory

@@ -35,6 +35,7 @@ from pydantic_core import ErrorDetails
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
 from moongate.gateway.logs import LogFormat
 from moongate.kvpool.keys import SHARDS_MAX, Shard
+from moongate.router.admission import AdmissionLimits
 from moongate.router.breaker import BreakerLimits
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
@@ -188,7 +189,8 @@ class LimitsSettings(_Section):
 
     body_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864  # 64 MiB; larger ones get 413
     headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # of one request; past it 431
-    queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # whose prompts are being read
+    # That wait for one thing: for their prompts to be read, or for an instance with room.
+    queue_requests_max: Annotated[int, Field(ge=1)] = 1024
     upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
     # Send a request once more, elsewhere, after an engine was silent for that long; it is cancelled first.
     retry_timeouts: bool = True
@@ -490,6 +492,26 @@ class BreakerSettings(_Section):
         return self
 
 
+class AdmissionSettings(_Section):
+    """When requests wait for an instance with room; see `router/admission.py`. Without bounds none does."""
+
+    # Requests that an instance may run from here; null: as many as come.
+    instance_requests_max: Annotated[int, Field(ge=1)] | None = None
+    # Prompt tokens that may wait on an instance to be computed, before one more is sent; null: as many as come.
+    instance_prefill_tokens_max: Annotated[int, Field(ge=1)] | None = None
+    wait_s_max: Seconds = (
+        30.0  # a request that can't start in that time is refused, if known at once
+    )
+
+    def limits(self, queue_requests_max: int) -> AdmissionLimits:
+        return AdmissionLimits(
+            self.instance_requests_max,
+            self.instance_prefill_tokens_max,
+            queue_requests_max,
+            self.wait_s_max,
+        )
+
+
 class DrainSettings(_Section):
     """How the gateway stops."""
 
@@ -542,6 +564,7 @@ class Settings(_Section):
     state: StateSettings = StateSettings()
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     instances: list[InstanceSettings]  # none: all announce themselves

@@ -246,7 +246,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The request is over, and the engine works on it no more."""
+    """The request is over, and the engine works on it no more. Of one on hold: its client has left."""
 
     request_id: RequestId
     outcome: Outcome

@@ -195,6 +195,9 @@ class Fleet:
         self._prefilling.pop(instance_id, None)
         self._cards = None
 
+    def __len__(self) -> int:
+        return len(self._instances)
+
     def __iter__(self) -> Iterator[InstanceState]:
         return iter(self._instances.values())
 

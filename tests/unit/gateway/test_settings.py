@@ -130,7 +130,7 @@ POLICIES = (
     "session_hash"
 )
 SECTIONS = (
-    "auth, breaker, discovery, drain, health, instances, limits, listen, models, observability, policy, pool, "
+    "admission, auth, breaker, discovery, drain, health, instances, limits, listen, models, observability, policy, pool, "
     "responses, session, state, tokenizer"
 )
 
