@@ -282,7 +282,7 @@ def _add_simulate(commands: Commands) -> None:  # type: ignore[type-arg]
     )  # fmt: skip
     parser.add_argument(
         "--preset", required=True, metavar="NAME",
-        help="what is run: paper-12, paper-60, roomy, tight, affinity, scale-1000 or faults",
+        help="what is run: paper-12, paper-60, roomy, tight, affinity, ablation, scale-1000 or faults",
     )  # fmt: skip
     parser.add_argument(
         "--traces", type=Path, metavar="DIR",

@@ -216,7 +216,7 @@ class Chooser:
         history_blocks = self.lineages.find_history(chain)
         overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
         pooled_tokens = (part.tokens for part in request.pool.values())
-        longest_tokens = max(*map(max, overlaps.values()), *pooled_tokens, 0, 0)
+        longest_tokens = max(*map(max, set(overlaps.values())), *pooled_tokens, 0, 0)
         shared_blocks = min(longest_tokens // block_tokens, len(chain))
         lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
         departure = Departure(chain, shared_blocks, lineage)
@@ -233,16 +233,19 @@ class Chooser:
         for space, mask in group.masks.items():
             chain, size, usable_blocks, _ = prompt.known_in(space)
             found = self.index.find_overlaps(chain, usable_blocks, mask, likely_tokens // size)
-            for holder, (confirmed_blocks, blocks) in found.items():
-                tokens[holder] = confirmed_blocks * size, blocks * size
+            in_tokens = {
+                o: (o.confirmed_blocks * size, o.blocks * size) for o in set(found.values())
+            }
+            for holder, overlap in found.items():
+                tokens[holder] = in_tokens[overlap]
         return tokens
 
     def _candidates(self, group: Group, overlaps: dict[Holder, tuple[int, int]]) -> list[Candidate]:
         """Return the group's candidates, replaced by copies with their overlap where there is one."""
-        candidates = self.table.members(group)
+        candidates, seats = self.table.members(group), group.seats
         for holder, (confirmed_tokens, overlap_tokens) in overlaps.items():
             position = group.positions[holder]
-            candidates[position] = candidates[position].having(overlap_tokens, confirmed_tokens)
+            candidates[position] = seats[position].having(overlap_tokens, confirmed_tokens)
         return candidates
 
     def _add_pool(self, request: Request, group: Group, candidates: list[Candidate]) -> None:

@@ -209,6 +209,59 @@ def affinity(given: Given) -> list[Trial]:
     return trials
 
 
+# --- the terms of the cost ------------------------------------------------------------------------
+
+LEFT_OUT: Mapping[str, Mapping[str, float]] = {
+    "": {},
+    "active": {"active_request_ms": 0.0},
+    "sessions": {"session_ms": 0.0},
+    "history": {"history_weight": 0.0},
+    "stall": {"stall_ms": 0.0, "stall_weight": 0.0},
+}
+"""By what a run leaves out of `kv_cost`: the options that do."""
+
+
+def ablation(given: Given) -> list[Trial]:
+    """`kv_cost` whole, and without each of its terms that can be left out."""
+    agents = given.agents(GAP_S_MAX, H200_LLAMA70.prompt_tokens_max)
+    pressed = with_memory(H200_LLAMA70, agents, INSTANCES, SESSIONS, 1.5)
+    alone = Trial(
+        "none/kv_cost",
+        H200_LLAMA70,
+        8,
+        agents,
+        "kv_cost",
+        given.seed,
+        "48 sessions",
+        horizon_s=given.horizon_s,
+        warm_s=given.horizon_s / 3,
+        users=48,
+        has_pool=False,
+        ramp_s=300.0,
+    )
+    pooled = replace(
+        alone, name="pool/kv_cost", profile=pressed, groups=INSTANCES, users=SESSIONS,
+        load=f"{SESSIONS} sessions", has_pool=True,
+    )  # fmt: skip
+    fan_out = replace(alone, workload=generators.fan_out(given.seed), users=96, load="96 sessions")
+    pairs = _with_policy(
+        _report(
+            given, given.agents(REPORT_GAP_S_MAX, GB200_KIMI.prompt_tokens_max), 1, "75 sessions"
+        ),
+        "kv_cost",
+    )
+    return [
+        replace(
+            base,
+            options=dict(options),
+            load=f"{base.load}, no {left_out}" if left_out else base.load,
+        )
+        for base in (pooled, alone, fan_out, pairs)
+        for left_out, options in LEFT_OUT.items()
+        if (left_out == "stall") <= (base is pairs)
+    ]
+
+
 # --- size and faults ------------------------------------------------------------------------------
 
 
@@ -292,6 +345,7 @@ PRESETS: Mapping[str, Callable[[Given], Sequence[Trial]]] = {
     "roomy": roomy,
     "tight": tight,
     "affinity": affinity,
+    "ablation": ablation,
     "scale-1000": scale_1000,
     "faults": faults,
 }
