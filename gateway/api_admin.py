@@ -195,6 +195,10 @@ def instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> di
         "role": state.spec.role.value,
         "weight": state.spec.weight,
         "state": _state_of(state, driver.clock()),
+        "breaker": {
+            "state": state.breaker.state(driver.clock()).name.lower(),
+            "openings": state.breaker.openings,
+        },
         "models": [card.name for card in state.facts.models] if state.facts is not None else [],
         "block_size_tokens": size,
         "capacity_tokens": blocks * size if blocks is not None and size is not None else None,
@@ -234,7 +238,7 @@ def _state_of(state: InstanceState, now: float) -> str:
         return "down" if state.was_probed else "unknown"
     if not state.is_healthy:
         return "down"
-    return "suspended" if state.is_suspended(now) else "up"
+    return "up" if state.breaker.lets_through(now) else "suspended"
 
 
 def _index_as_json(driver: Driver, monitor: Monitor) -> dict[str, Any]:

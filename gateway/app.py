@@ -127,7 +127,7 @@ class Gateway:
         )
         opened.callback(prompts.close)
         opened.callback(driver.close)
-        metrics = Metrics(self.core, prompts)
+        metrics = Metrics(self.core, prompts, self._clock)
         self._pooling = self._make_pooling(metrics)
         self._monitor = Monitor(
             driver, self._links, settings.health, prompts, self._clock,
@@ -315,6 +315,9 @@ def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterC
         up_after=settings.health.up_after,
         down_after=settings.health.down_after,
         retry_after_s=settings.health.interval_s,
+        retries_timeouts=settings.limits.retry_timeouts,
+        breaker=settings.breaker.limits,
+        admission=settings.admission.limits(settings.limits.queue_requests_max),
     )
     seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
     return RouterCore(policy, random_below, limits, others, seeding)

@@ -16,13 +16,17 @@ from moongate.router import (
     BatchReceived,
     Event,
     Forward,
+    Hold,
     InstanceId,
     NotePooled,
+    Outcome,
     Probe,
     Reject,
     RelayFailure,
     ReplayEnded,
     Request,
+    RequestFinished,
+    RequestId,
     RequestReplay,
     RouterCore,
     Seed,
@@ -38,7 +42,7 @@ SYNC_S = 5.0
 """How long an instance that comes up may be kept from work until its events have caught up; a full
 replay of 10,000 batches takes less, and serving does not depend on it."""
 
-RequestCommand = Forward | Reject | RelayFailure
+RequestCommand = Forward | Hold | Reject | RelayFailure
 Recorder = Callable[[float, Event], None]
 
 
@@ -58,6 +62,7 @@ class Driver:
         self.on_batch: Callable[[BatchReceived], None] = _ignore  # what the core has taken in
         self._timer: asyncio.TimerHandle | None = None
         self._source_spoke: asyncio.Future[None] | None = None
+        self._held: dict[RequestId, asyncio.Future[Forward | Reject]] = {}
 
     def handle(self, event: Event) -> RequestCommand | None:
         """Give the core an event. Return what the event's request is to do, if it is of one."""
@@ -67,7 +72,9 @@ class Driver:
         outcome: RequestCommand | None = None
         for command in self.core.handle(event, now):
             match command:
-                case Forward() | Reject() | RelayFailure():
+                case Forward() | Reject() if command.request_id in self._held:
+                    self._held.pop(command.request_id).set_result(command)
+                case Forward() | Reject() | RelayFailure() | Hold():
                     outcome = command
                 case RequestReplay():
                     self.on_replay(command)
@@ -81,6 +88,8 @@ class Driver:
                     self._wake_at(command.at, now)
                 case _:
                     assert_never(command)
+        if isinstance(outcome, Hold):
+            self._held[outcome.request_id] = asyncio.get_running_loop().create_future()
         if isinstance(event, BatchReceived | ReplayEnded):
             if isinstance(event, BatchReceived):
                 self.on_batch(event)
@@ -88,6 +97,18 @@ class Driver:
                 self._source_spoke.set_result(None)
                 self._source_spoke = None
         return outcome
+
+    async def until_admitted(self, request_id: RequestId) -> Forward | Reject:
+        """Return what becomes of a request that is on hold. Cancelled, it is no more in the core."""
+        held = self._held[request_id]
+        try:
+            return await asyncio.shield(held)  # of which the core may be told at any moment
+        except asyncio.CancelledError:
+            self._held.pop(request_id, None)
+            # It may have been told just before, and then be running or refused already.
+            if not held.done() or isinstance(held.result(), Forward):
+                self.handle(RequestFinished(request_id, Outcome.CLIENT_LEFT))
+            raise
 
     def is_settled(self, request: Request) -> bool:
         """Tell whether no events are known to be under way of the turn that this one continues."""

@@ -64,6 +64,7 @@ from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.recent import RecentReceipts
 from moongate.gateway.recent_turns import RecentTurns
+from moongate.gateway.refusals import Refusals, Refused
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -87,12 +88,12 @@ from moongate.gateway.usage import UsageReader
 from moongate.router import (
     FailureKind,
     Forward,
+    Hold,
     Holder,
     ModelCard,
     Outcome,
     PrefillEnded,
     Reject,
-    RejectReason,
     Request,
     RequestArrived,
     RequestFailed,
@@ -268,7 +269,7 @@ class _Exchange:
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
-            await self._forward(self._handle_arrival(request), request, body)
+            await self._forward(await self._handle_arrival(request), request, body)
         except GatewayError as error:
             self.refuse(error)
         except Exception:
@@ -451,25 +452,37 @@ class _Exchange:
         assert read.prompt is not None
         return PromptTokens(read.prompt, read.tokens, read_salt(body), self._find_card())
 
-    def _handle_arrival(self, request: Request) -> Forward:
+    async def _handle_arrival(self, request: Request) -> Forward:
+        """Return where it goes, once it may. Raises: GatewayError."""
         began = self._path.driver.clock()
         self._account.phase_ended(QUEUE)
         command = self._path.driver.handle(RequestArrived(request))
-        self._path.metrics.route_seconds.observe(self._path.driver.clock() - began)
+        decided = self._path.driver.clock()
+        self._path.metrics.route_seconds.observe(decided - began)
         self._account.phase_ended(ROUTE)
+        if isinstance(command, Hold):
+            command = await self._path.driver.until_admitted(self._id)
+            self._account.waited(self._path.driver.clock() - decided)
         match command:
             case Forward():
                 self._is_reserved = True
                 return command
-            case Reject(reason=RejectReason.UNKNOWN_MODEL):
-                raise GatewayError(404, "the model does not exist", "model_not_found", "model")
             case Reject():
-                raise self._path.reader.unavailable(command.retry_after_s)
+                raise self._path.reader.rejection(command)
             case _:
                 raise AssertionError(command)
 
     async def _forward(self, forward: Forward, request: Request, body: Body) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
+        refusals = Refusals()
+        try:
+            await self._attempt_all(forward, request, body, refusals)
+        finally:
+            refusals.close()
+
+    async def _attempt_all(
+        self, forward: Forward, request: Request, body: Body, refusals: Refusals
+    ) -> None:
         while True:
             self._account.forwarded(forward, request, is_stream=body.is_stream)
             opened: Opened | None = None
@@ -479,9 +492,14 @@ class _Exchange:
                 status = opened.answer.status
                 self._account.attempted(forward, str(status) if status >= 500 else None)
                 command: RequestCommand | None = None
-                if opened.answer.status >= 500:
-                    command = self._report(FailureKind.STATUS, opened.answer.status)
-                if not isinstance(command, Forward):
+                if status >= 500:
+                    command = self._report(FailureKind.STATUS, status)
+                elif status == 429 and self._handoff is None:
+                    command = self._report(FailureKind.RATE_LIMITED, status)
+                    refusals.keep(Refused(opened, forward, self._bridge))
+                    opened = None  # it is closed with the others
+                gives_way = isinstance(command, Forward) or (status >= 500 and refusals.best())
+                if opened is not None and not gives_way:
                     await self._relay(opened, forward)
                     return
             except UpstreamError as error:
@@ -501,8 +519,16 @@ class _Exchange:
                     opened.answer.close()
             if not isinstance(command, Forward):
                 self._release_owed()
-                raise as_gateway_error(failure)
+                await self._relay_refusal(refusals.best(), failure)
+                return
             forward = command
+
+    async def _relay_refusal(self, refused: Refused | None, failure: UpstreamError | None) -> None:
+        """Nobody could do it, and one that could later says when. Raises: GatewayError, if none does."""
+        if refused is None:
+            raise as_gateway_error(failure)
+        self._bridge = refused.bridge
+        await self._relay(refused.opened, refused.forward)
 
     async def _attempt(self, forward: Forward) -> Opened:
         """Return the answer's beginning. Raises: UpstreamError, PrefillFailed."""
@@ -797,6 +823,8 @@ class _Exchange:
         headers = {"x-request-id": self._client_id}
         if self._path.settings.observability.receipt_headers:
             headers |= receipt_headers(forward.decision)
+            if self._account.queue_ms is not None:
+                headers["x-moongate-queue-ms"] = f"{self._account.queue_ms:.1f}"
         return headers | self._meter.headers() if self._meter is not None else headers
 
     # --- counting ---------------------------------------------------------------------------------
@@ -847,7 +875,8 @@ class _Exchange:
             output_tokens=output_tokens,
         )
         completion_tokens = output_tokens if self._has_one_choice else None
-        self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
+        outcome = Outcome.REFUSED if 400 <= status < 500 else Outcome.ANSWERED
+        self._finish(outcome, completion_tokens, cached_tokens)
         self._account.count(status)
 
     def _has_exact_prompt(self) -> bool:

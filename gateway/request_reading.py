@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import assert_never
 
 from moongate.gateway.access import Access
 from moongate.gateway.body import Body, find_session_key, find_user, name_session
@@ -15,7 +17,8 @@ from moongate.gateway.prompt import READ_BYTES_MAX, ReadPrompt
 from moongate.gateway.routes import Route
 from moongate.gateway.settings import Settings
 from moongate.gateway.tenants import Tenant
-from moongate.router import RejectReason, Request, RequestId, Role
+from moongate.gateway.waiting_wishes import read_wishes
+from moongate.router import Reject, RejectReason, Request, RequestId, Role
 
 
 class RequestReader:
@@ -92,6 +95,7 @@ class RequestReader:
         `has_room`: for one more hand-off. Raises: GatewayError (400).
         """
         hands_over = self._core.fleet.has_prefill(model)
+        wishes = read_wishes(headers, body)
         return Request(
             id=request_id,
             model=model,
@@ -103,6 +107,11 @@ class RequestReader:
             may_hand_over=hands_over and has_room and may_hand_over(route, body),
             stays_whole=hands_over and self._stays_whole(route, body, model),
             ends_session=ends_session(headers),
+            tenant=tenant.name,
+            priority=wishes.priority,
+            size_tokens=wishes.size_tokens,
+            answer_tokens_max=wishes.answer_tokens_max,
+            wait_s_max=wishes.wait_s_max,
         )
 
     def _find_session(self, headers: Mapping[str, str], body: Body) -> str | None:
@@ -121,6 +130,22 @@ class RequestReader:
         name = "echo" if body.top.get("prompt_logprobs") is None else "prompt_logprobs"
         message = f"{name}: not possible here, where prompts and answers are computed apart"
         raise GatewayError(400, message, "invalid_request", name)
+
+    def rejection(self, reject: Reject) -> GatewayError:
+        """Return what a client is told that the core has refused."""
+        seconds = str(max(1, math.ceil(reject.retry_after_s or 0)))
+        match reject.reason:
+            case RejectReason.UNKNOWN_MODEL:
+                return GatewayError(404, "the model does not exist", "model_not_found", "model")
+            case RejectReason.NO_INSTANCE:
+                return self.unavailable(reject.retry_after_s)
+            case RejectReason.QUEUE_FULL:
+                text = "no instance has room, and more requests wait than may"
+            case RejectReason.QUEUE_TIMEOUT:
+                text = "no instance has room for the request in the time that it may wait"
+            case _:
+                assert_never(reject.reason)
+        return GatewayError(503, text, reject.reason.value, headers={"retry-after": seconds})
 
     def unavailable(self, retry_after_s: float | None = None) -> GatewayError:
         """Return the refusal when no instance can take a request now."""

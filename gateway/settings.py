@@ -37,6 +37,8 @@ from moongate.gateway.logs import LogFormat
 from moongate.gateway.setting_section import Name
 from moongate.gateway.setting_section import Section as _Section
 from moongate.kvpool.keys import SHARDS_MAX, Shard
+from moongate.router.admission import AdmissionLimits
+from moongate.router.breaker import BreakerLimits
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 from moongate.router.seeding import SeedingLimits
@@ -185,8 +187,11 @@ class LimitsSettings(_Section):
 
     body_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864  # 64 MiB; larger ones get 413
     headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # of one request; past it 431
-    queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # whose prompts are being read
+    # That wait for one thing: for their prompts to be read, or for an instance with room.
+    queue_requests_max: Annotated[int, Field(ge=1)] = 1024
     upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
+    # Send a request once more, elsewhere, after an engine was silent for that long; it is cancelled first.
+    retry_timeouts: bool = True
     connect_timeout_s: Seconds = 5.0  # for a connection to an engine
     # Blocks that events may put into the index, 190 bytes each; past it a source is degraded.
     index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000
@@ -465,6 +470,44 @@ class HealthSettings(_Section):
     up_after: Annotated[int, Field(ge=1)] = 1  # good checks in a row
 
 
+class BreakerSettings(_Section):
+    """When an instance that answers health checks gets no requests all the same; see `router/breaker.py`."""
+
+    failures_max: Annotated[int, Field(ge=1)] = 5  # answers broken off in a row; then it opens
+    open_s: Seconds = 1.0  # the first back-off; then one trial, and twice as long if it fails
+    open_s_max: Seconds = 30.0  # what a back-off grows to
+
+    @property
+    def limits(self) -> BreakerLimits:
+        return BreakerLimits(self.failures_max, self.open_s, self.open_s_max)
+
+    @model_validator(mode="after")
+    def _check(self) -> BreakerSettings:
+        if self.open_s_max < self.open_s:
+            raise ValueError(f"open_s_max: expected open_s ({self.open_s:g}) or more")
+        return self
+
+
+class AdmissionSettings(_Section):
+    """When requests wait for an instance with room; see `router/admission.py`. Without bounds none does."""
+
+    # Requests that an instance may run from here; null: as many as come.
+    instance_requests_max: Annotated[int, Field(ge=1)] | None = None
+    # Prompt tokens that may wait on an instance to be computed, before one more is sent; null: as many as come.
+    instance_prefill_tokens_max: Annotated[int, Field(ge=1)] | None = None
+    wait_s_max: Seconds = (
+        30.0  # a request that can't start in that time is refused, if known at once
+    )
+
+    def limits(self, queue_requests_max: int) -> AdmissionLimits:
+        return AdmissionLimits(
+            self.instance_requests_max,
+            self.instance_prefill_tokens_max,
+            queue_requests_max,
+            self.wait_s_max,
+        )
+
+
 class DrainSettings(_Section):
     """How the gateway stops."""
 
@@ -517,6 +560,8 @@ class Settings(_Section):
     responses: ResponsesSettings = ResponsesSettings()
     state: StateSettings = StateSettings()
     health: HealthSettings = HealthSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     instances: list[InstanceSettings]  # none: all announce themselves

@@ -45,7 +45,8 @@ QUEUE = SpanForm("queue", SpanKind.INTERNAL)
 ROUTE = SpanForm("route", SpanKind.INTERNAL)
 STREAM = SpanForm("stream", SpanKind.INTERNAL)
 """The phases, in this order; between the last two come attempts. `RECEIVE`: from a request's head until its
-body is read. `QUEUE`: what it waits for before it can be decided: events of the turn before, the pool.
+body is read. `QUEUE`: what it waits for before it can be decided: events of the turn before, the pool; and once
+more behind `ROUTE`, if no instance has room.
 `STREAM`: from its answer's first byte to the last."""
 
 

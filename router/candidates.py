@@ -83,7 +83,7 @@ class CandidateTable:
             seat.candidate = seat.sharing = None
 
     def reset(self) -> None:
-        """Note that an instance came, went, went up or down, was described or suspended."""
+        """Note that an instance came, went, went up or down, was described, or its breaker changed."""
         self._seats.clear()
         self._groups.clear()
         self._spaces.clear()
@@ -97,15 +97,15 @@ class CandidateTable:
     ) -> Group:
         """Return who may take a request for the model now.
 
-        Cost: O(1) for one that is kept. None is kept while an instance of the model is suspended,
-        since then the time decides; nor is one without the `excluded`, or an empty one (there is no
+        Cost: O(1) for one that is kept. None is kept while a breaker of the model's instances isn't
+        closed, since then the time decides; nor is one without the `excluded`, or an empty one (there is no
         bound to the names of models that nobody serves).
         """
         self._follow_sources()
         group = self._groups.get((model, duty)) if not excluded else None
         if group is None:
             group = self._gather(model, now, excluded, duty)
-            if group.seats and not excluded and not self._is_any_suspended(model):
+            if group.seats and not excluded and self._are_breakers_closed(model):
                 self._groups[model, duty] = group
         return group
 
@@ -164,8 +164,8 @@ class CandidateTable:
     def _find_spaces(self, model: str) -> frozenset[BlockSpace]:
         return frozenset(self.space(i, model) for i in self._fleet.serving(model))
 
-    def _is_any_suspended(self, model: str) -> bool:
-        return any(i.suspended_until is not None for i in self._fleet.serving(model))
+    def _are_breakers_closed(self, model: str) -> bool:
+        return all(i.breaker.is_closed for i in self._fleet.serving(model))
 
     def _gather(self, model: str, now: float, excluded: Sequence[InstanceId], duty: Duty) -> Group:
         seats: list[Seat] = []

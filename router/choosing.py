@@ -175,6 +175,17 @@ class Chooser:
         # It departs from what prefill instances hold.
         return Choice(chosen, known, decision, prefill.departure, first_leg)
 
+    def find_reuse(self, request: Request, now: float) -> float:
+        """Return how many tokens of the prompt are somewhere in the fleet, or in the pool."""
+        if request.prompt is None:
+            return 0.0
+        group = self.table.group(request.model, now)
+        chain, block_tokens = _lineage_chain(request.prompt)
+        history_tokens = self.lineages.find_history(chain) * block_tokens
+        overlaps = self._overlaps(request.prompt, group, history_tokens)
+        pooled = (part.tokens * part.weight for part in request.pool.values())
+        return max(*(tokens for _, tokens in overlaps.values()), *pooled, 0, 0)
+
     def is_covered(self, request: Request, now: float) -> bool:
         """See `RouterCore.covers`."""
         assert request.prompt is not None

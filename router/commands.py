@@ -55,9 +55,18 @@ class Forward:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the request: no instance has room for it now. A `Forward` or a `Reject` follows, with other events."""
+
+    request_id: RequestId
+
+
 class RejectReason(Enum):
     UNKNOWN_MODEL = "unknown_model"
     NO_INSTANCE = "no_instance"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"  # it has waited for as long as it may, or would wait for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +130,6 @@ class WakeAt:
     at: float
 
 
-Command = Forward | Reject | RelayFailure | RequestReplay | NotePooled | Seed | Probe | WakeAt
+Command = (
+    Forward | Hold | Reject | RelayFailure | RequestReplay | NotePooled | Seed | Probe | WakeAt
+)

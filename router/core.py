@@ -10,15 +10,18 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
+from moongate.router.admission import Admission, AdmissionLimits
+from moongate.router.breaker import BreakerLimits
 from moongate.router.candidates import CandidateTable
 from moongate.router.choosing import PLACES, Choice, Chooser
 from moongate.router.commands import (
     Command,
     Decision,
     Forward,
+    Hold,
     Probe,
     Reject,
     RejectReason,
@@ -28,6 +31,7 @@ from moongate.router.cost import PREFILL_TOKENS_PER_MS_PRIOR
 from moongate.router.events import (
     BatchReceived,
     Event,
+    FailureKind,
     InstanceAdded,
     InstanceDescribed,
     InstanceDraining,
@@ -78,6 +82,10 @@ class RouterLimits:
 
     index_blocks_max: int = 4_000_000  # about 190 bytes each
     attempts_max: int = 2  # one try, one retry elsewhere
+    retries_timeouts: bool = True  # also of a request on which an engine may have worked for long
+    rate_limits_max: int = 4  # instances that are asked for a request that gets 429
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     prediction_s: float = 60.0  # where events will confirm: how long a prefill may take
     approximate_prediction_s: float = 600.0  # without events: how long an idle prefix may last
     up_after: int = 1  # successful checks in a row
@@ -104,7 +112,7 @@ class RouterCore:
         self.policy = policy
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
-        self.fleet = Fleet(self.limits.prefill_tokens_per_ms)
+        self.fleet = Fleet(self.limits.prefill_tokens_per_ms, self.limits.breaker)
         self.index = OwnershipIndex(self.limits.index_blocks_max)
         self.loads = LoadTable()
         self.lineages = Lineages()
@@ -130,6 +138,9 @@ class RouterCore:
             if seeding is not None
             else None
         )
+        admission = self.limits.admission
+        self.admission = Admission(admission, self.fleet, self.loads) if admission.are_on else None
+        """Where instances are bounded, and requests may have to wait. None: all start at once."""
         self._wake_at: float | None = None
 
     @property
@@ -148,6 +159,13 @@ class RouterCore:
         """Take in what happened and return what to do. `now`: monotonic seconds, never falling."""
         self.index.expire(now)
         commands = self._dispatch(event, now)
+        admission = self.admission
+        if admission is not None and admission.has_waiting and not isinstance(event, SourceEvent):
+            commands += self._admit(admission, now)
+            commands = [
+                c for c in commands
+                if not isinstance(c, Hold) or admission.is_waiting(c.request_id)
+            ]  # fmt: skip
         return commands + self._schedule(event, now)
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
@@ -222,6 +240,8 @@ class RouterCore:
     def _schedule(self, event: Event, now: float) -> list[Command]:
         """Ask for a wake-up if something is due before the one already asked for."""
         at = self.index.next_expiry()
+        if self.admission is not None and self.admission.has_waiting:
+            at = _earliest(at, self.admission.next_expiry())
         if isinstance(event, WakeUp):
             at = _earliest(at, *(state.feed.next_wake() for _, state in self.sources))
         elif isinstance(event, SourceEvent):
@@ -236,14 +256,45 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
-        choice = self._choose(request, now, self._random_below)
-        if choice is None:
-            return [self._refuse(request)]
+        if self.admission is None:
+            choice = self._choose(request, now, self._random_below)
+            return (
+                [self._refuse(request)] if choice is None else [self._begin(request, choice, now)]
+            )
+        return self._start_or_hold(self.admission, request, now)
+
+    def _begin(self, request: Request, choice: Choice, now: float) -> Forward:
         tracked = self.requests[request.id] = Tracked(request)
         forward = self._requests.begin(tracked, choice, now)
         if self.seeder is not None:
             self.seeder.placed(request, choice, now)
-        return [forward]
+        return forward
+
+    def _start_or_hold(self, admission: Admission, request: Request, now: float) -> list[Command]:
+        full = admission.full_instances()
+        if not admission.has_waiting and (not full or admission.can_start(request, full, now)):
+            choice = self._choose(request, now, self._random_below, full)
+            return [self._refuse(request) if choice is None else self._begin(request, choice, now)]
+        if not admission.is_served(request, now):
+            return [self._refuse(request)]
+        tokens = admission.expected_tokens(request, self._chooser.find_reuse(request, now))
+        refused = admission.offer(request, tokens, now)
+        if refused is None:
+            return [Hold(request.id)]
+        is_own = refused.request_id == request.id
+        return [refused] if is_own else [refused, Hold(request.id)]
+
+    def _admit(self, admission: Admission, now: float) -> list[Command]:
+        """Let start what can, and refuse what has waited for too long."""
+        commands: list[Command] = [*admission.expire(now)]
+        while True:
+            full = admission.full_instances()
+            waiting = admission.take(admission.starter(full, now), now)
+            if waiting is None:
+                return commands
+            choice = self._choose(waiting.request, now, self._random_below, full)
+            assert choice is not None, waiting
+            commands.append(self._begin(waiting.request, choice, now))
 
     def _refuse(self, request: Request) -> Reject:
         """Its model is unknown to the whole fleet, or no instance that has it (or may) is up."""
@@ -263,6 +314,11 @@ class RouterCore:
         return self._requests.begin(tracked, choice, now) if choice is not None else None
 
     def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
+        if self.admission is not None:
+            if self.admission.leave(event.request_id):
+                return []
+            if event.completion_tokens is not None:
+                self.admission.note_answer(event.completion_tokens)
         leg = self._requests.tracked[event.request_id].leg
         assert leg is not None
         commands = self._requests.finished(event, now)
@@ -306,8 +362,19 @@ class RouterCore:
         if isinstance(event, PrefillFailed) and tracked.attempt == attempts_max:
             # No prefill instance could do it; one that computes for itself perhaps can.
             tracked.is_alone = True
-        may_try = tracked.attempt < attempts_max + tracked.is_alone
+        may_try = tracked.attempt < attempts_max + tracked.is_alone and self._may_repeat(
+            tracked, event.kind
+        )
         return self._try_forward(tracked, now) if may_try else None
+
+    def _may_repeat(self, tracked: Tracked, kind: FailureKind) -> bool:
+        match kind:
+            case FailureKind.TIMEOUT:
+                return self.limits.retries_timeouts
+            case FailureKind.RATE_LIMITED:
+                return len(tracked.full) < self.limits.rate_limits_max
+            case _:
+                return True
 
     # --- choosing ---------------------------------------------------------------------------------
 

@@ -173,15 +173,22 @@ class FailureKind(Enum):
     TIMEOUT = "timeout"  # no proof that it is gone; the edge has cancelled the attempt
     STATUS = "status"  # answered, with a status of 500 or more
     FULL = "full"  # not sent: the edge has as many requests there as it may have
+    RATE_LIMITED = "rate_limited"  # answered with 429: it has no room now, and has done nothing
 
     @property
     def was_sent(self) -> bool:
-        """Tell whether the engine has got the request, or may have."""
+        """Tell whether the engine has taken the request, or may have."""
         return self not in (
             FailureKind.UNREACHABLE,
             FailureKind.NO_CONNECTION,
             FailureKind.FULL,
+            FailureKind.RATE_LIMITED,
         )
+
+    @property
+    def is_refusal(self) -> bool:
+        """Tell whether there was no room, which is no fault of anybody's."""
+        return self in (FailureKind.FULL, FailureKind.RATE_LIMITED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +239,14 @@ class Outcome(Enum):
     """How a forwarded request ended."""
 
     ANSWERED = "answered"  # to the end, whatever the answer says
+    REFUSED = "refused"  # with 400 to 499: its own fault, which says nothing of its instance
     CLIENT_LEFT = "client_left"
     BROKEN_OFF = "broken_off"  # by the engine, after its answer had begun
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The request is over, and the engine works on it no more."""
+    """The request is over, and the engine works on it no more. Of one on hold: its client has left."""
 
     request_id: RequestId
     outcome: Outcome

@@ -22,6 +22,7 @@ def check(core: RouterCore) -> None:
     _check_seedings(core)
     _check_index_equals_ledgers(core)
     _check_candidates_are_current(core)
+    _check_waiting(core)
 
 
 def _check_holders_are_known(core: RouterCore) -> None:
@@ -74,7 +75,9 @@ def _check_request(tracked: Tracked, attempts_max: int) -> None:
 def _check_trials(core: RouterCore) -> None:
     """A trial that no request answers for would keep its instance without work for good."""
     for instance in core.fleet:
-        assert instance.trial is None or instance.trial in core.requests, instance
+        breaker = instance.breaker
+        assert breaker.trial is None or breaker.trial in core.requests, instance
+        assert breaker.trial is None or not breaker.is_closed, instance
 
 
 def _check_seedings(core: RouterCore) -> None:
@@ -113,3 +116,12 @@ def _check_index_equals_ledgers(core: RouterCore) -> None:
 
 def _check_candidates_are_current(core: RouterCore) -> None:
     assert core.candidates.outdated() == []
+
+
+def _check_waiting(core: RouterCore) -> None:
+    admission = core.admission
+    if admission is None:
+        return
+    assert len(admission.queue) <= admission.limits.queue_requests_max
+    for waiting in admission.queue:
+        assert waiting.request.id not in core.requests, f"{waiting.request.id} waits and runs"

@@ -85,7 +85,7 @@ class Tracked:
     prefill: Leg | None = None  # under way, before that
     tried: list[InstanceId] = field(default_factory=list)  # something was sent there
     failed: list[InstanceId] = field(default_factory=list)  # of these
-    full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
+    full: list[InstanceId] = field(default_factory=list)  # chosen, but they had no room
     decision: Decision | None = None  # of the attempt under way
     handed_over_tokens: int | None = (
         None  # that a prefill instance keeps for the leg; None: none does
@@ -184,7 +184,7 @@ class Requests:
         instance = self.get_instance(holder.instance_id)
         self._forwards += 1
         instance.last_chosen[holder] = self._forwards
-        instance.begin_trial(request.id)
+        instance.breaker.begin_trial(request.id)
         reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
         lacking_tokens = max((request.prompt_tokens or 0) - reused_tokens, 0)
         leg = Leg(
@@ -244,8 +244,7 @@ class Requests:
         assert leg is not None
         instance = self.fleet.find(prefill.holder.instance_id)
         if instance is not None:
-            if instance.suspended_until is not None:
-                instance.resume()
+            if instance.breaker.answered():
                 self.candidates.reset()
             if prefill.had_prefill_alone and tracked.is_exact:
                 self._learn_rate(prefill, instance, (now - prefill.began_at) * 1000)
@@ -308,7 +307,7 @@ class Requests:
         for other in unsent:
             self._end_trial(tracked, other.holder.instance_id)
         instance_id = leg.holder.instance_id
-        if event.kind is FailureKind.FULL:
+        if event.kind.is_refusal:
             self._note_full(tracked, instance_id)
             return []
         tracked.failed.append(instance_id)
@@ -339,7 +338,7 @@ class Requests:
         return RelayFailure(request_id)
 
     def _note_full(self, tracked: Tracked, instance_id: InstanceId) -> None:
-        """Nothing was sent there, so it says nothing about the instance, nor was it an attempt.
+        """Nothing is done there, so it says nothing about the instance, nor was it an attempt.
 
         Unless a prefill was sent, and answered, before.
         """
@@ -352,7 +351,7 @@ class Requests:
     def _end_trial(self, tracked: Tracked, instance_id: InstanceId) -> None:
         instance = self.fleet.find(instance_id)
         if instance is not None:
-            instance.end_trial(tracked.request.id)
+            instance.breaker.end_trial(tracked.request.id)
 
     def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
         instance = self.fleet.find(instance_id)
@@ -371,6 +370,7 @@ class Requests:
                 | FailureKind.TIMEOUT
                 | FailureKind.STATUS
                 | FailureKind.FULL
+                | FailureKind.RATE_LIMITED
             ):
                 return []
             case _:
@@ -397,21 +397,27 @@ class Requests:
         self.settling.finished(event.request_id, length, now)
         if is_answered:
             self._charge_failures(tracked, leg, now)
+        is_broken_off = event.outcome is Outcome.BROKEN_OFF
+        if is_broken_off:
+            self._suspect(tracked, leg.holder.instance_id, now)
         self._end_trials(tracked)
-        return [Probe(leg.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
+        return [Probe(leg.holder.instance_id)] if is_broken_off else []
+
+    def _suspect(self, tracked: Tracked, instance_id: InstanceId, now: float) -> None:
+        instance = self.fleet.find(instance_id)
+        if instance is not None and instance.breaker.may_have_failed(tracked.request.id, now):
+            self.candidates.reset()
 
     def _charge_failures(self, tracked: Tracked, leg: Leg, now: float) -> None:
         """The last instance that was tried has served what the others could not."""
         served_by = self.fleet.find(leg.holder.instance_id)
-        if served_by is not None:
-            served_by.resume()
+        if served_by is not None and served_by.breaker.answered():
+            self.candidates.reset()
         for instance_id in tracked.failed:
             failed = self.fleet.find(instance_id)
             if failed is None or not failed.is_healthy:
                 continue
-            # Requests that failed together are one reason to back off, not one each.
-            if failed.suspended_until is None or failed.trial == tracked.request.id:
-                failed.suspend(now)
+            if failed.breaker.failed(tracked.request.id, now):
                 self.candidates.reset()
 
     def _end_trials(self, tracked: Tracked) -> None:

@@ -131,7 +131,7 @@ POLICIES = (
     "session_hash"
 )
 SECTIONS = (
-    "auth, discovery, drain, health, instances, limits, listen, models, observability, policy, pool, "
+    "admission, auth, breaker, discovery, drain, health, instances, limits, listen, models, observability, policy, pool, "
     "responses, session, state, tokenizer"
 )
 
@@ -183,6 +183,7 @@ SECTIONS = (
             "got 'x-a\\n'"),
         ),
         ("polcy: x\n", f"1: polcy: unknown key (did you mean policy?); known here: {SECTIONS}"),
+        ("breaker: {open_s: 40}\n", "1: breaker: open_s_max: expected open_s (40) or more"),
         ("health_interval: 0\n", f"1: health_interval: unknown key; known here: {SECTIONS}"),
         (
             "listen:\n  prot: 1\n",

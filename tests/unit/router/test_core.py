@@ -445,7 +445,7 @@ def test_what_is_full_is_no_attempt_and_is_not_charged() -> None:
         assert (forward.holder, forward.attempt) == (holder, 1)
         assert core.loads.get(holder) == Load(1, 3, 1)
     feed(core, finished(R))
-    assert not any(instance.suspended_until for instance in core.fleet)
+    assert all(instance.breaker.is_closed for instance in core.fleet)
 
 
 def test_a_full_instance_that_was_removed_meanwhile_is_no_trouble() -> None:
@@ -539,7 +539,7 @@ def test_c49_a_trial_whose_client_left_lets_another_through(is_answered: bool) -
     assert send(core, arrived("t"), now=1.0) == HA
     outcome = Outcome.ANSWERED if is_answered else Outcome.BROKEN_OFF
     core.handle(finished(T, outcome), now=1.0)
-    assert core.fleet.available(MODEL, 1.0, [B])[0].trial is None
+    assert core.fleet.available(MODEL, 1.0, [B])[0].breaker.trial is None
 
 
 def test_c49_a_trial_that_nobody_could_serve_lets_another_through() -> None:
@@ -549,7 +549,7 @@ def test_c49_a_trial_that_nobody_could_serve_lets_another_through() -> None:
     assert send(core, arrived("s"), now=1.0) == HA
     core.handle(RequestFailed(S, FailureKind.STATUS, 500), now=1.0)
     assert core.handle(RequestFailed(S, FailureKind.STATUS, 500), now=1.0) == [RelayFailure(S)]
-    assert core.fleet.available(MODEL, 1.0, [B])[0].trial is None
+    assert core.fleet.available(MODEL, 1.0, [B])[0].breaker.trial is None
 
 
 def test_c49_requests_that_failed_together_are_one_reason_to_back_off() -> None:
