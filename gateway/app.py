@@ -31,6 +31,7 @@ from moongate.gateway.live_view import LiveView
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.otlp import resource
+from moongate.gateway.peering import Peering
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.recent_turns import RecentTurns
@@ -47,7 +48,7 @@ from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
 from moongate.kvpool.store import PoolStore
-from moongate.router import RouterCore, RouterLimits, make_policy
+from moongate.router import PeerId, RouterCore, RouterLimits, make_policy
 from moongate.router.policy import BUILT_IN, Policy
 
 MEMORY_POOL_BYTES = 1 << 30
@@ -82,7 +83,9 @@ class Gateway:
         self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
-        self.core = make_core(settings, chance.randrange)
+        self._peer = PeerId(make_request_id())
+        has_peers = settings.state.kind != "memory"
+        self.core = make_core(settings, chance.randrange, self._peer if has_peers else None)
         self.driver = Driver(self.core, clock, recorder)
         self._clock = clock
         self._opened = AsyncExitStack()
@@ -172,6 +175,10 @@ class Gateway:
             self._pooling.start()
         self._monitor.start()
         roster.start()
+        if self._state is not None:
+            peering = Peering(driver, self._state, self._peer)
+            opened.push_async_callback(peering.close)
+            peering.start()
 
     async def _make_turns(self) -> ResponseTurns:
         stored, shared = self.settings.responses, self.settings.state
@@ -298,8 +305,10 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
     return send_with_id
 
 
-def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterCore:
-    """Return the routing core that the settings ask for."""
+def make_core(
+    settings: Settings, random_below: Callable[[int], int], peer: PeerId | None = None
+) -> RouterCore:
+    """Return the routing core that the settings ask for. `peer`: see `RouterCore`."""
     policy = make_policy(settings.policy.name, settings.policy.options)
     others: list[Policy] = []
     if settings.policy.allow_override:
@@ -311,4 +320,4 @@ def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterC
         retry_after_s=settings.health.interval_s,
     )
     seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
-    return RouterCore(policy, random_below, limits, others, seeding)
+    return RouterCore(policy, random_below, limits, others, seeding, peer=peer)

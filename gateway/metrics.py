@@ -198,7 +198,7 @@ class _CurrentState(Collector):
         for instance in self._core.fleet:
             name, holders = [instance.spec.id], instance.holders
             up.add_metric(name, float(instance.is_healthy and instance.facts is not None))
-            loads = (self._core.loads.get(holder).active_requests for holder in holders)
+            loads = (self._core.loads.get_own(holder).active_requests for holder in holders)
             inflight.add_metric(name, sum(loads))
             trust.add_metric(name, min(self._core.sources.trust(holder) for holder in holders))
         yield from (up, inflight, trust)

@@ -284,7 +284,7 @@ class Roster:
         core = self._driver.core
         instance = core.fleet.find(instance_id)
         holders = instance.holders if instance is not None else ()
-        return not any(core.loads.get(holder).active_requests for holder in holders)
+        return not any(core.loads.get_own(holder).active_requests for holder in holders)
 
 
 def read_record(body: Any, instance_id: str | None = None) -> Announced:

@@ -221,6 +221,11 @@ class Chooser:
             found = self.index.find_overlaps(chain, usable_blocks, mask, likely_tokens // size)
             for holder, (confirmed_blocks, blocks) in found.items():
                 tokens[holder] = confirmed_blocks * size, blocks * size
+            foreign = self.index.foreign.find_overlaps(chain, usable_blocks, size)
+            for holder, blocks in foreign.items():
+                confirmed_tokens, overlap_tokens = tokens.get(holder, (0, 0))
+                if group.spaces.get(holder) == space and blocks * size > overlap_tokens:
+                    tokens[holder] = confirmed_tokens, blocks * size
         return tokens
 
     def _candidates(self, group: Group, overlaps: dict[Holder, tuple[int, int]]) -> list[Candidate]:

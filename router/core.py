@@ -35,6 +35,10 @@ from moongate.router.events import (
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PeerLeft,
+    PeerPredicted,
+    PeerPredictionEnded,
+    PeerReported,
     PoolChecked,
     PrefillEnded,
     PrefillFailed,
@@ -62,11 +66,20 @@ from moongate.router.model import (
     Holder,
     InstanceFacts,
     InstanceId,
+    PeerId,
     Request,
     RequestId,
 )
+from moongate.router.peers import Outbox, PeerEvent, Peers
 from moongate.router.policy import Policy, RandomBelow
-from moongate.router.requests import Leg, Requests, Tracked, TrackingLimits, alone
+from moongate.router.requests import (
+    CONFIRMATION_GRACE_S,
+    Leg,
+    Requests,
+    Tracked,
+    TrackingLimits,
+    alone,
+)
 from moongate.router.seeding import Seeder, SeedingLimits
 from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
@@ -89,7 +102,8 @@ class RouterLimits:
 class RouterCore:
     """The routing state of one gateway. `policies` by name; `policy` is the one in force.
 
-    `seeding` None: hot prefixes stay where they are.
+    `seeding` None: hot prefixes stay where they are. `peer`: what this gateway is to others before the
+    same fleet, which are told what it does; None: there are none.
     """
 
     def __init__(
@@ -99,9 +113,12 @@ class RouterCore:
         limits: RouterLimits | None = None,
         others: Sequence[Policy] = (),
         seeding: SeedingLimits | None = None,
+        *,
+        peer: PeerId | None = None,
     ) -> None:
         self.limits = limits or RouterLimits()
         self.policy = policy
+        self._peer = peer
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
         self.fleet = Fleet(self.limits.prefill_tokens_per_ms)
@@ -114,6 +131,15 @@ class RouterCore:
         self.candidates = CandidateTable(
             self.fleet, self.index, self.sources, self.loads, self.sessions
         )
+        self.outbox = Outbox(self.loads, self.sessions, is_open=peer is not None)
+        self.peers = Peers(
+            self.loads,
+            self.index,
+            self.lineages,
+            self.sessions,
+            self.candidates,
+            CONFIRMATION_GRACE_S,
+        )
         self._chooser = Chooser(self.fleet, self.index, self.candidates, self.lineages)
         self._requests = Requests(
             self.fleet,
@@ -123,6 +149,7 @@ class RouterCore:
             self.sessions,
             self.settling,
             self.candidates,
+            self.outbox,
             TrackingLimits(self.limits.prediction_s, self.limits.approximate_prediction_s),
         )
         self.seeder = (
@@ -147,8 +174,9 @@ class RouterCore:
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take in what happened and return what to do. `now`: monotonic seconds, never falling."""
         self.index.expire(now)
+        self.peers.expire(now)
         commands = self._dispatch(event, now)
-        return commands + self._schedule(event, now)
+        return [*commands, *self.outbox.take(), *self._schedule(event, now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -190,6 +218,9 @@ class RouterCore:
             case PoolChecked() | SeedingEnded():
                 self._seeding_changed(event, now)
                 return []
+            case PeerReported() | PeerPredicted() | PeerPredictionEnded() | PeerLeft():
+                self._peer_told(event, now)
+                return []
             case WakeUp():
                 return self._woke(now)
             case _:
@@ -201,6 +232,13 @@ class RouterCore:
     def _forget_beginning(self, request_id: RequestId) -> None:
         if self.seeder is not None:
             self.seeder.gave_up(request_id)
+
+    def _peer_told(self, event: PeerEvent, now: float) -> None:
+        self.peers.handle(event, now)
+        if not isinstance(event, PeerPredicted) or self._peer is None:
+            return
+        if event.peer < self._peer:
+            self._requests.yield_prefill(event.holder, event.blocks)
 
     def _seeding_changed(self, event: PoolChecked | SeedingEnded, now: float) -> None:
         if self.seeder is None:
@@ -221,7 +259,7 @@ class RouterCore:
 
     def _schedule(self, event: Event, now: float) -> list[Command]:
         """Ask for a wake-up if something is due before the one already asked for."""
-        at = self.index.next_expiry()
+        at = _earliest(self.index.next_expiry(), self.peers.next_expiry())
         if isinstance(event, WakeUp):
             at = _earliest(at, *(state.feed.next_wake() for _, state in self.sources))
         elif isinstance(event, SourceEvent):
