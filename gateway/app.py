@@ -41,9 +41,11 @@ from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_registry import SharedRegistry
 from moongate.gateway.shared_state import SharedState
 from moongate.gateway.trace_export import TraceExporter
 from moongate.gateway.tracing import Tracing
+from moongate.gateway.worker_views import WorkerViews
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
@@ -56,6 +58,9 @@ MEMORY_POOL_BYTES = 1 << 30
 
 POOL_TIMEOUT_S = 2.0
 """For a call to the pool's master that no turn waits for; those have their own, shorter budget."""
+
+HUB_TIMEOUT_S = 0.05
+"""For a call to the workers' hub on a request's way."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -77,14 +82,18 @@ class Gateway:
         seed: int | None = None,
         recorder: Recorder | None = None,
         pool: PoolStore | None = None,
+        hub: str | None = None,
     ) -> None:
-        """`pool`: the one in this process, for `pool.kind: memory`."""
+        """`pool`: the one in this process, for `pool.kind: memory`. `hub`: the socket at which it meets
+        other workers."""
         self.settings = settings
         self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
         self._peer = PeerId(make_request_id())
-        has_peers = settings.state.kind != "memory"
+        self._hub_path = hub
+        self._hub: SharedState | None = None
+        has_peers = settings.state.kind != "memory" or hub is not None
         self.core = make_core(settings, chance.randrange, self._peer if has_peers else None)
         self.driver = Driver(self.core, clock, recorder)
         self._clock = clock
@@ -136,7 +145,8 @@ class Gateway:
         )  # fmt: skip
         opened.push_async_callback(self._monitor.close)
         seeding = self._make_seeding(metrics)
-        turns = await self._make_turns()
+        await self._connect()
+        turns = self._make_turns()
         metrics.watch(self._monitor, self._pooling, self._state)
         recent = RecentTurns()
 
@@ -154,9 +164,10 @@ class Gateway:
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
         opened.push_async_callback(roster.close)
+        views = self._make_views(metrics)
         self._admin = make_admin_app(
             settings, driver, self._monitor, metrics, self.readiness, roster, self._pooling,
-            self._state,
+            self._state, views,
         )  # fmt: skip
         self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
@@ -168,30 +179,64 @@ class Gateway:
         )
         feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
         self._admin.include_router(make_live_routes(feed))
-        self._admin.include_router(make_decision_route(self._hot_path.recent))
+        self._admin.include_router(make_decision_route(self._hot_path.recent, views))
         if self._exporter is not None:
             self._exporter.start()
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
         roster.start()
-        if self._state is not None:
-            peering = Peering(driver, self._state, self._peer)
-            opened.push_async_callback(peering.close)
-            peering.start()
+        self._start_sharing(roster)
 
-    async def _make_turns(self) -> ResponseTurns:
-        stored, shared = self.settings.responses, self.settings.state
+    async def _connect(self) -> None:
+        """Meet other gateways, in Redis and at the hub, where there are some."""
+        shared = self.settings.state
+        if shared.url is not None:
+            timeout_s = shared.timeout_ms / 1000
+            self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
+        if self._hub_path is not None:
+            self._hub = SharedState(
+                f"unix://{self._hub_path}", timeout_s=HUB_TIMEOUT_S, clock=self._clock,
+                name=self._peer,
+            )  # fmt: skip
+        for state in (self._state, self._hub):
+            if state is not None:
+                self._opened.push_async_callback(state.close)
+                await state.start()
+
+    def _make_turns(self) -> ResponseTurns:
+        stored, state = self.settings.responses, self._state or self._hub
         store = ResponseStore(stored.ttl_s, stored.bytes_max)
-        if shared.url is None:
+        if state is None:
             return ResponseTurns(store, self._clock)
-        timeout_s = shared.timeout_ms / 1000
-        self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
-        self._opened.push_async_callback(self._state.close)
-        await self._state.start()
-        responses = SharedResponses(store, self._state, stored.ttl_s)
+        responses = SharedResponses(store, state, stored.ttl_s)
         self._opened.push_async_callback(responses.close)
         return ResponseTurns(store, self._clock, responses)
+
+    def _start_sharing(self, roster: Roster) -> None:
+        """Begin to tell other gateways what this one does, and to heed what they do."""
+        state = self._state or self._hub
+        if state is None:
+            return
+        peering = Peering(self.driver, state, self._peer)
+        self._opened.push_async_callback(peering.close)
+        peering.start()
+        is_by_redis = self.settings.discovery.kind == "redis"
+        registered = self._state if is_by_redis else self._hub
+        if registered is not None:
+            registry = SharedRegistry(roster, registered, self._peer, self._clock, time.time)
+            self._opened.push_async_callback(registry.close)
+            registry.start()
+
+    def _make_views(self, metrics: Metrics) -> WorkerViews | None:
+        """Return what answers for all workers; None where this process is all."""
+        if self._hub is None:
+            return None
+        views = WorkerViews(self._hub, self._peer)
+        views.sources["metrics"] = metrics.tell
+        self._opened.push_async_callback(views.close)
+        views.start()
+        return views
 
     def _make_seeding(self, metrics: Metrics) -> Seeding | None:
         if self.core.seeder is None:

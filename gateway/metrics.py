@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway import merged_metrics
 from moongate.gateway.divergence import Divergence
 from moongate.gateway.handing_over import HandoffResult
 from moongate.gateway.monitor import Monitor
@@ -162,6 +163,10 @@ class Metrics:
         cause = found.difference.cause.value
         self.divergences.add(1, cause)
         self.diverged_tokens.add(found.lost_tokens, cause)
+
+    async def tell(self, _: bytes) -> bytes:
+        """Return all of them, for another worker (`merged_metrics.py`)."""
+        return merged_metrics.encode(merged_metrics.snapshot(self.registry))
 
     def watch(
         self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None = None

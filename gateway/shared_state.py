@@ -49,9 +49,14 @@ class StateRefused(StateUnavailable):
 
 
 class SharedState:
-    """A connection to Redis. `timeout_s`: of each call on a request's way. `clock`: monotonic."""
+    """A connection to Redis, or to the hub of workers (`hub.py`), which is like one.
 
-    def __init__(self, url: str, *, timeout_s: float, clock: Callable[[], float]) -> None:
+    `timeout_s`: of each call on a request's way. `clock`: monotonic. `name`: what this process is to it.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float, clock: Callable[[], float], name: str | None = None
+    ) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
         self._redis = Redis.from_url(
@@ -59,14 +64,23 @@ class SharedState:
             socket_timeout=PROBE_TIMEOUT_S,
             socket_connect_timeout=PROBE_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
+            client_name=name,
+            protocol=2,
         )
-        self._prefix = f"moongate:{urlsplit(url).path.strip('/') or 0}"
+        parts = urlsplit(url)
+        self._is_hub = parts.scheme == "unix"
+        database = "0" if self._is_hub else parts.path.strip("/") or "0"
+        self._prefix = f"moongate:{database}"
         self._probing: asyncio.Task[None] | None = None
         self._listening: list[asyncio.Task[None]] = []
         self._occasional_log = OccasionalLog(logger, clock)
         self._failures = 0  # in a row
         self.is_up = False
         self.up_since = 0.0  # as far as it is
+
+    @property
+    def _what(self) -> str:
+        return "the workers' hub" if self._is_hub else "Redis"
 
     async def start(self) -> None:
         """Connect, if that can be done at once, and go on trying."""
@@ -96,7 +110,7 @@ class SharedState:
 
     async def publish(self, channel: str, message: bytes) -> bool:
         """Send a message to all who listen now. Return whether Redis took it."""
-        name = self._channel(channel)
+        name = self.channel(channel)
         try:
             await self.tell(lambda pipeline: pipeline.publish(name, message))
         except StateUnavailable:
@@ -105,10 +119,10 @@ class SharedState:
 
     def listen(self, channel: str, on_message: Callable[[bytes], None]) -> None:
         """Have each message given to `on_message`, until this is closed. Call inside the event loop."""
-        name = self._channel(channel)
+        name = self.channel(channel)
         self._listening.append(asyncio.create_task(self._keep_listening(name, on_message)))
 
-    def _channel(self, name: str) -> str:
+    def channel(self, name: str) -> str:
         """Return a channel's name in Redis, where they don't belong to one of its databases."""
         return f"{self._prefix}:{name}"
 
@@ -140,7 +154,7 @@ class SharedState:
             self._failures = 0
             return answers
         except ResponseError as error:
-            self._occasional_log.warn(f"Redis refuses a call: {error}")
+            self._occasional_log.warn(f"{self._what} refuses a call: {error}")
             raise StateRefused from error
         except (TimeoutError, RedisError, OSError) as error:
             self._failures += 1
@@ -165,7 +179,7 @@ class SharedState:
             self._note_down(error)
             return
         if not self.is_up:
-            logger.info("Redis answers")
+            logger.info("%s answers", self._what)
             self.up_since = self._clock()
         self.is_up, self._failures = True, 0
 
@@ -173,5 +187,5 @@ class SharedState:
         self.is_up = False
         reason = str(error) or "no answer in time"
         self._occasional_log.warn(
-            f"Redis does not answer, so replicas don't know of each other: {reason}"
+            f"{self._what} does not answer, so replicas don't know of each other: {reason}"
         )
