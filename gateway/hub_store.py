@@ -51,6 +51,7 @@ class HubStore:
             "HDEL": self._delete_field,
             "HGETALL": self._get_fields,
             "HSET": self._set_field,
+            "MOONGATE.TAKE": self._take,
             "SET": self._set,
         }
         self.size_bytes = 0
@@ -153,6 +154,21 @@ class HubStore:
         if fields:
             self._put(key, _Entry(fields, entry.expires_at))
         return 1
+
+    def _take(self, arguments: Sequence[bytes], now: float) -> Reply:
+        """What `shared_rates.py` has as a script for Redis: key, cost, rate, burst."""
+        key, cost, rate, burst = arguments[0], *map(float, arguments[1:])
+        entry = self._find(key, now)
+        level, at = burst, now
+        if entry is not None:
+            level, at = map(float, _string_of(entry).split())
+        level = min(burst, level + max(0.0, now - at) * rate)
+        is_taken = level >= cost
+        if is_taken:
+            level -= cost
+        ends_at = now + burst / rate + 1.0
+        self._put(key, _Entry(f"{level!r} {now!r}".encode(), ends_at))
+        return [int(is_taken), repr(level).encode()]
 
     # --- entries ----------------------------------------------------------------------------------
 

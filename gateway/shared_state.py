@@ -68,8 +68,8 @@ class SharedState:
             protocol=2,
         )
         parts = urlsplit(url)
-        self._is_hub = parts.scheme == "unix"
-        database = "0" if self._is_hub else parts.path.strip("/") or "0"
+        self.is_hub = parts.scheme == "unix"
+        database = "0" if self.is_hub else parts.path.strip("/") or "0"
         self._prefix = f"moongate:{database}"
         self._probing: asyncio.Task[None] | None = None
         self._listening: list[asyncio.Task[None]] = []
@@ -80,7 +80,7 @@ class SharedState:
 
     @property
     def _what(self) -> str:
-        return "the workers' hub" if self._is_hub else "Redis"
+        return "the workers' hub" if self.is_hub else "Redis"
 
     async def start(self) -> None:
         """Connect, if that can be done at once, and go on trying."""

@@ -15,6 +15,7 @@ from redis.asyncio.client import Pipeline
 from redis_process import RedisProcess, needs_redis
 
 from moongate.gateway.hub import Hub
+from moongate.gateway.shared_rates import LocalRates, SharedRates
 from moongate.gateway.shared_state import SharedState, StateRefused
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -27,14 +28,14 @@ async def state(request: Any, tmp_path: Path) -> AsyncIterator[SharedState]:
     """A connection to either."""
     if request.param == "redis":
         with RedisProcess(tmp_path) as server:
-            connection = SharedState(server.url, timeout_s=0.5, clock=time.monotonic)
+            connection = SharedState(server.url, timeout_s=5.0, clock=time.monotonic)
             await connection.start()
             yield connection
             await connection.close()
         return
     hub = Hub(tmp_path / "hub", bytes_max=BYTES_MAX, clock=time.monotonic, on_gone=lambda _: None)
     await hub.start()
-    connection = SharedState(f"unix://{tmp_path}/hub", timeout_s=0.5, clock=time.monotonic)
+    connection = SharedState(f"unix://{tmp_path}/hub", timeout_s=5.0, clock=time.monotonic)
     await connection.start()
     yield connection
     await connection.close()
@@ -117,6 +118,27 @@ async def test_messages_come_to_all_who_listen(state: SharedState) -> None:
     assert sorted(heard) == [("one", message), ("other", message)]
 
 
+async def test_a_rate_is_kept_by_all_together(state: SharedState) -> None:
+    one, other = SharedRates(state), SharedRates(state)
+    taken = [await rates.take("t", 1, 5.0, 10.0, now) for now in range(6) for rates in (one, other)]
+    assert [t.is_allowed for t in taken[:10]] == [True] * 10
+    refused = next(t for t in taken if not t.is_allowed)
+    assert 0 < refused.retry_after_s <= 0.2
+    await asyncio.sleep(refused.retry_after_s + 0.01)
+    assert (await one.take("t", 1, 5.0, 10.0, 0.0)).is_allowed
+    assert (await one.take("u", 100, 5.0, 10.0, 0.0)).is_allowed  # all that it can hold
+    wait_s = (await other.take("u", 100, 5.0, 10.0, 0.0)).retry_after_s
+    assert 1.5 < wait_s <= 2.0
+
+
+async def test_of_many_at_once_just_as_many_are_let_through_as_there_is_room_for(
+    state: SharedState,
+) -> None:
+    rates = [SharedRates(state) for _ in range(4)]
+    taken = await asyncio.gather(*(rates[n % 4].take("t", 1, 0.01, 30, 0.0) for n in range(100)))
+    assert sum(t.is_allowed for t in taken) == 30
+
+
 # --- the hub alone --------------------------------------------------------------------------------
 
 
@@ -125,8 +147,7 @@ async def test_the_hub_is_bounded_and_forgets_what_has_ended(tmp_path: Path) -> 
     await hub.start()
     state = SharedState(f"unix://{tmp_path}/hub", timeout_s=0.5, clock=time.monotonic)
     await state.start()
-    for n in range(20):
-        await ask(state, lambda p, n=n: p.set(f"{n}", b"x", px=300))
+    await state.ask(lambda p: [p.set(f"{n}", b"x", px=300) for n in range(20)])
     with pytest.raises(StateRefused):
         await ask(state, lambda p: p.set("large", b"x" * 10_000))
     assert len(hub.store) == 20
@@ -180,3 +201,39 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
         return await reader.read()
     except ConnectionResetError:
         return b""
+
+
+# --- rates without Redis --------------------------------------------------------------------------
+
+
+@needs_redis
+async def test_without_redis_each_gateway_keeps_the_rate_by_itself(tmp_path: Path) -> None:
+    with RedisProcess(tmp_path) as server:
+        state = SharedState(server.url, timeout_s=0.05, clock=time.monotonic)
+        await state.start()
+        rates = SharedRates(state)
+        assert (await rates.take("t", 1, 1.0, 2.0, 0.0)).is_allowed
+        assert 0 < server.client().pttl("moongate:rate:t") <= 3000
+        server.freeze()
+        began = time.monotonic()
+        found = [await rates.take("t", 1, 1.0, 2.0, 0.0) for _ in range(4)]
+        assert [t.is_allowed for t in found] == [True, True, False, False]
+        assert found[3].retry_after_s == 1.0
+        assert time.monotonic() - began < 0.3  # two calls' limit; then it counts as down
+        server.thaw()
+        await until(lambda: state.is_up)
+        await state.close()
+
+
+async def test_own_buckets_are_bounded_and_fill_with_time() -> None:
+    rates = LocalRates(buckets_max=2)
+    assert rates.take("a", 2, 1.0, 2.0, 10.0).is_allowed
+    assert rates.take("a", 2, 1.0, 2.0, 11.0) == (False, 1.0)
+    assert rates.take("a", 2, 1.0, 2.0, 12.0).is_allowed
+    assert not rates.take("a", 2, 1.0, 2.0, 5.0).is_allowed  # a clock that falls gives nothing
+    for key in ("b", "c"):
+        rates.take(key, 1, 1.0, 2.0, 12.0)
+    assert len(rates) == 2
+    alone = SharedRates(None)
+    assert (await alone.take("a", 1, 1.0, 1.0, 0.0)).is_allowed
+    assert not (await alone.take("a", 1, 1.0, 1.0, 0.0)).is_allowed

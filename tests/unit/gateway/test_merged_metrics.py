@@ -32,7 +32,7 @@ def told(requests: int, up: float, inflight: float, events: int) -> list[Family]
             families.append(CounterMetricFamily("moongate_index_events", "c", value=events))
             return families
 
-    registry.register(Seen())  # type: ignore[arg-type]
+    registry.register(Seen())
     return merged_metrics.read(merged_metrics.encode(merged_metrics.snapshot(registry)))
 
 
