@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -12,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from moongate import __version__
-from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.api_admin import Readiness, make_admin_app, unready_reasons
 from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
@@ -58,6 +60,9 @@ MEMORY_POOL_BYTES = 1 << 30
 
 POOL_TIMEOUT_S = 2.0
 """For a call to the pool's master that no turn waits for; those have their own, shorter budget."""
+
+WORKER_READY_S = 10.0
+"""For a worker to find its instances before it listens, also if there are none."""
 
 HUB_TIMEOUT_S = 0.05
 """For a call to the workers' hub on a request's way."""
@@ -187,6 +192,21 @@ class Gateway:
         self._monitor.start()
         roster.start()
         self._start_sharing(roster)
+        if self._hub is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WORKER_READY_S):
+                    await self._until_ready()
+
+    async def _until_ready(self) -> None:
+        """Wait until each instance has been looked at once, and there is one to send to.
+
+        A worker that listened before would refuse what its siblings could serve.
+        """
+        while True:
+            await asyncio.sleep(0.05)
+            are_known = all(instance.was_probed for instance in self.core.fleet)
+            if are_known and not unready_reasons(self.driver, self.readiness):
+                return
 
     async def _connect(self) -> None:
         """Meet other gateways, in Redis and at the hub, where there are some."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import re
 import time
 from collections import Counter
@@ -299,3 +300,41 @@ async def test_what_is_no_message_of_ours_is_passed_over(
         assert len(lines) <= 2  # one a minute, of each
         await asyncio.sleep(1.2)
         assert len(one.core.peers) == len(other.core.peers) == 1
+
+
+# --- the hit rate of several as of one ------------------------------------------------------------
+
+
+async def hit_rate(gateways: list[LiveGateway], sessions: int, turns: int) -> float:
+    """Let sessions run side by side, each turn at any gateway; return reused over prompt tokens."""
+    chance = random.Random(8)
+    system = " ".join(f"rule{n}" for n in range(200))
+    totals = Counter[str]()
+
+    async def session(number: int) -> None:
+        messages: list[dict[str, str]] = [{"role": "system", "content": system}]
+        for turn in range(turns):
+            text = " ".join(f"s{number}t{turn}w{n}" for n in range(60))
+            messages.append({"role": "user", "content": text})
+            gateway = chance.choice(gateways)
+            body = {"model": "m", "messages": messages, "max_tokens": 8}
+            answer = await gateway.client.post("/v1/chat/completions", json=body)
+            told = answer.json()
+            totals["prompt"] += told["usage"]["prompt_tokens"]
+            totals["cached"] += told["usage"]["prompt_tokens_details"]["cached_tokens"]
+            messages.append(told["choices"][0]["message"])
+            await asyncio.sleep(0.2 + 0.2 * chance.random())
+
+    await asyncio.gather(*(session(number) for number in range(sessions)))
+    return totals["cached"] / totals["prompt"]
+
+
+async def test_two_gateways_reuse_as_much_as_one(server: RedisProcess) -> None:
+    rates = []
+    for count in (1, 2):
+        async with sims(3) as engines:
+            urls = [engine.url for engine in engines]
+            async with peers(server, urls, count=count) as gateways:
+                rates.append(await hit_rate(gateways, sessions=12, turns=10))
+    print("hit rates of one and of two:", rates)
+    assert rates[1] >= rates[0] - 0.01, rates

@@ -102,17 +102,16 @@ async def served(
     try:
         await asyncio.to_thread(child.wait_until, "/ready", START_S)
         # Each worker has connected to every instance, and said so.
-        await until(lambda: _are_all_ready(gateway, workers), START_S)
+        await until(lambda: _are_all_ready(gateway, workers * len(urls)), START_S)
+        await asyncio.sleep(0.3)
         yield gateway
     finally:
         code = await asyncio.to_thread(child.stop)
         assert code in (0, -signal.SIGKILL), child.tail()
 
 
-async def _are_all_ready(gateway: Served, workers: int) -> bool:
-    answers = [(await gateway.get("/ready")).status_code for _ in range(4)]
-    text = gateway.child.log.read_text()
-    return set(answers) == {200} and text.count("is well") >= workers
+async def _are_all_ready(gateway: Served, count: int) -> bool:
+    return gateway.child.log.read_text().count("is well") >= count
 
 
 @pytest.fixture
@@ -270,7 +269,7 @@ async def test_c84_two_gateways_of_two_workers_spread_load_as_one_process(
         one = await stack.enter_async_context(served(tmp_path, urls, state=state))
         other = await stack.enter_async_context(served(tmp_path, urls, state=state))
         held.may_answer.clear()
-        hot = " ".join(f"word{n}" for n in range(500))
+        hot = " ".join(f"word{n}" for n in range(100))
         tasks: list[asyncio.Task[httpx.Response]] = []
         for n in range(24):
             tasks.append(asyncio.create_task(one.chat(f"{hot} {n}")))
