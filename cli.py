@@ -76,6 +76,11 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
     parser.add_argument(
         "--port", type=_port, help="port to listen on, in place of the file's listen.port; 0: any"
     )
+    parser.add_argument(
+        "--workers", type=_count, default=1, metavar="N",
+        help="processes that serve, behind one address (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--hub", help=argparse.SUPPRESS)  # of a worker: where it meets the others
     parser.set_defaults(command=_serve)
 
 
@@ -93,8 +98,15 @@ def _serve(options: argparse.Namespace) -> int:
         host=settings.listen.host if options.host is None else options.host,
         port=settings.listen.port if options.port is None else options.port,
     )
+    settings = settings.model_copy(update={"listen": listen})
     try:
-        server.run(settings.model_copy(update={"listen": listen}))
+        if options.workers > 1:
+            from moongate.gateway import workers
+
+            shared = ("-m", "moongate.cli", "--log-level", options.log_level)
+            arguments = [*shared, "serve", "-c", str(options.config.absolute())]
+            return workers.run(settings, options.workers, arguments)
+        server.run(settings, options.hub)
     except server.ListenError as error:
         return _fail(str(error))
     return EXIT_OK

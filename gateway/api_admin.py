@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from moongate.gateway import merged_metrics
 from moongate.gateway.access import Access
 from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
@@ -28,6 +29,7 @@ from moongate.gateway.pooling import Pooling
 from moongate.gateway.roster import Roster
 from moongate.gateway.settings import Settings
 from moongate.gateway.shared_state import SharedState
+from moongate.gateway.worker_views import WorkerViews
 from moongate.router import Holder, Role, Tier
 from moongate.router.fleet import InstanceState
 
@@ -49,8 +51,9 @@ def make_admin_app(
     access: Access,
     pooling: Pooling | None = None,
     state: SharedState | None = None,
+    views: WorkerViews | None = None,
 ) -> FastAPI:
-    """Return the application for everything that is not proxied."""
+    """Return the application for everything that is not proxied. `views`: of all workers, if several."""
     app = FastAPI(
         title="moongate",
         docs_url=None,
@@ -92,7 +95,11 @@ def make_admin_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        if views is None:
+            return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        told = await views.gather("metrics")
+        families = merged_metrics.merge([merged_metrics.read(said) for said in told.values()])
+        return Response(merged_metrics.exposition(families), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

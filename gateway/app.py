@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -13,7 +15,7 @@ from fastapi import FastAPI
 
 from moongate import __version__
 from moongate.gateway.access import Access
-from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.api_admin import Readiness, make_admin_app, unready_reasons
 from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
@@ -32,6 +34,7 @@ from moongate.gateway.live_view import LiveView
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.otlp import resource
+from moongate.gateway.peering import Peering
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.recent_turns import RecentTurns
@@ -41,14 +44,16 @@ from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_registry import SharedRegistry
 from moongate.gateway.shared_state import SharedState
 from moongate.gateway.trace_export import TraceExporter
 from moongate.gateway.tracing import Tracing
+from moongate.gateway.worker_views import WorkerViews
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
 from moongate.kvpool.store import PoolStore
-from moongate.router import RouterCore, RouterLimits, make_policy
+from moongate.router import PeerId, RouterCore, RouterLimits, make_policy
 from moongate.router.policy import BUILT_IN, Policy
 
 MEMORY_POOL_BYTES = 1 << 30
@@ -56,6 +61,12 @@ MEMORY_POOL_BYTES = 1 << 30
 
 POOL_TIMEOUT_S = 2.0
 """For a call to the pool's master that no turn waits for; those have their own, shorter budget."""
+
+WORKER_READY_S = 10.0
+"""For a worker to find its instances before it listens, also if there are none."""
+
+HUB_TIMEOUT_S = 0.05
+"""For a call to the workers' hub on a request's way."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -77,13 +88,19 @@ class Gateway:
         seed: int | None = None,
         recorder: Recorder | None = None,
         pool: PoolStore | None = None,
+        hub: str | None = None,
     ) -> None:
-        """`pool`: the one in this process, for `pool.kind: memory`."""
+        """`pool`: the one in this process, for `pool.kind: memory`. `hub`: the socket at which it meets
+        other workers."""
         self.settings = settings
         self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
-        self.core = make_core(settings, chance.randrange)
+        self._peer = PeerId(make_request_id())
+        self._hub_path = hub
+        self._hub: SharedState | None = None
+        has_peers = settings.state.kind != "memory" or hub is not None
+        self.core = make_core(settings, chance.randrange, self._peer if has_peers else None)
         self.driver = Driver(self.core, clock, recorder)
         self.access = Access(settings.auth, clock)
         self._clock = clock
@@ -135,7 +152,8 @@ class Gateway:
         )  # fmt: skip
         opened.push_async_callback(self._monitor.close)
         seeding = self._make_seeding(metrics)
-        turns = await self._make_turns()
+        await self._connect()
+        turns = self._make_turns()
         metrics.watch(self._monitor, self._pooling, self._state)
         recent = RecentTurns()
 
@@ -153,9 +171,10 @@ class Gateway:
             driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
         )
         opened.push_async_callback(roster.close)
+        views = self._make_views(metrics)
         self._admin = make_admin_app(
             settings, driver, self._monitor, metrics, self.readiness, roster, self.access,
-            self._pooling, self._state,
+            self._pooling, self._state, views,
         )  # fmt: skip
         self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
@@ -169,28 +188,81 @@ class Gateway:
         )
         feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
         self._admin.include_router(make_live_routes(feed))
-        self._admin.include_router(make_decision_route(self._hot_path.recent))
+        self._admin.include_router(make_decision_route(self._hot_path.recent, views))
         if self._exporter is not None:
             self._exporter.start()
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
         roster.start()
+        self._start_sharing(roster)
         self.access.start()
         opened.push_async_callback(self.access.close)
+        if self._hub is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WORKER_READY_S):
+                    await self._until_ready()
 
-    async def _make_turns(self) -> ResponseTurns:
-        stored, shared = self.settings.responses, self.settings.state
+    async def _until_ready(self) -> None:
+        """Wait until each instance has been looked at once, and there is one to send to.
+
+        A worker that listened before would refuse what its siblings could serve.
+        """
+        while True:
+            await asyncio.sleep(0.05)
+            are_known = all(instance.was_probed for instance in self.core.fleet)
+            if are_known and not unready_reasons(self.driver, self.readiness):
+                return
+
+    async def _connect(self) -> None:
+        """Meet other gateways, in Redis and at the hub, where there are some."""
+        shared = self.settings.state
+        if shared.url is not None:
+            timeout_s = shared.timeout_ms / 1000
+            self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
+        if self._hub_path is not None:
+            self._hub = SharedState(
+                f"unix://{self._hub_path}", timeout_s=HUB_TIMEOUT_S, clock=self._clock,
+                name=self._peer,
+            )  # fmt: skip
+        for state in (self._state, self._hub):
+            if state is not None:
+                self._opened.push_async_callback(state.close)
+                await state.start()
+
+    def _make_turns(self) -> ResponseTurns:
+        stored, state = self.settings.responses, self._state or self._hub
         store = ResponseStore(stored.ttl_s, stored.bytes_max)
-        if shared.url is None:
+        if state is None:
             return ResponseTurns(store, self._clock)
-        timeout_s = shared.timeout_ms / 1000
-        self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
-        self._opened.push_async_callback(self._state.close)
-        await self._state.start()
-        responses = SharedResponses(store, self._state, stored.ttl_s)
+        responses = SharedResponses(store, state, stored.ttl_s)
         self._opened.push_async_callback(responses.close)
         return ResponseTurns(store, self._clock, responses)
+
+    def _start_sharing(self, roster: Roster) -> None:
+        """Begin to tell other gateways what this one does, and to heed what they do."""
+        state = self._state or self._hub
+        if state is None:
+            return
+        peering = Peering(self.driver, state, self._peer)
+        self._opened.push_async_callback(peering.close)
+        peering.start()
+        is_by_redis = self.settings.discovery.kind == "redis"
+        registered = self._state if is_by_redis else self._hub
+        if registered is not None:
+            registry = SharedRegistry(roster, registered, self._peer, self._clock, time.time)
+            self._opened.push_async_callback(registry.close)
+            registry.start()
+
+    def _make_views(self, metrics: Metrics) -> WorkerViews | None:
+        """Return what answers for all workers; None where this process is all."""
+        if self._hub is None:
+            return None
+        views = WorkerViews(self._hub, self._peer)
+        views.sources["metrics"] = metrics.tell
+        self._opened.push_async_callback(views.close)
+        views.start()
+        return views
 
     def _make_seeding(self, metrics: Metrics) -> Seeding | None:
         if self.core.seeder is None:
@@ -304,8 +376,10 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
     return send_with_id
 
 
-def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterCore:
-    """Return the routing core that the settings ask for."""
+def make_core(
+    settings: Settings, random_below: Callable[[int], int], peer: PeerId | None = None
+) -> RouterCore:
+    """Return the routing core that the settings ask for. `peer`: see `RouterCore`."""
     policy = make_policy(settings.policy.name, settings.policy.options)
     others: list[Policy] = []
     if settings.policy.allow_override:
@@ -320,4 +394,4 @@ def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterC
         admission=settings.admission.limits(settings.limits.queue_requests_max),
     )
     seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
-    return RouterCore(policy, random_below, limits, others, seeding)
+    return RouterCore(policy, random_below, limits, others, seeding, peer=peer)

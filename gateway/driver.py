@@ -14,6 +14,7 @@ from typing import assert_never
 
 from moongate.router import (
     BatchReceived,
+    EndPrediction,
     Event,
     Forward,
     Hold,
@@ -30,9 +31,12 @@ from moongate.router import (
     RequestReplay,
     RouterCore,
     Seed,
+    ShareLoad,
+    SharePrediction,
     WakeAt,
     WakeUp,
 )
+from moongate.router.commands import PeerCommand
 
 SETTLE_S = 0.25
 """How long a turn waits for the last events of the turn before it, once that has ended. Nearly all
@@ -59,6 +63,7 @@ class Driver:
         self.on_probe: Callable[[InstanceId], None] = _nobody
         self.on_pooled: Callable[[NotePooled], None] = _ignore
         self.on_seed: Callable[[Seed], None] = _nobody
+        self.on_share: Callable[[PeerCommand], None] = _ignore
         self.on_batch: Callable[[BatchReceived], None] = _ignore  # what the core has taken in
         self._timer: asyncio.TimerHandle | None = None
         self._source_spoke: asyncio.Future[None] | None = None
@@ -82,6 +87,8 @@ class Driver:
                     self.on_pooled(command)
                 case Seed():
                     self.on_seed(command)
+                case ShareLoad() | SharePrediction() | EndPrediction():
+                    self.on_share(command)
                 case Probe():
                     self.on_probe(command.instance_id)
                 case WakeAt():
@@ -157,7 +164,7 @@ class Driver:
 
 
 def _ignore(_: object) -> None:
-    """For what is of use to the pool only, where there is none."""
+    """For what is of use to the pool, or to other gateways, where there are none."""
 
 
 def _nobody(_: object) -> None:

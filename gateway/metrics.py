@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway import merged_metrics
 from moongate.gateway.divergence import Divergence
 from moongate.gateway.handing_over import HandoffResult
 from moongate.gateway.monitor import Monitor
@@ -173,6 +174,10 @@ class Metrics:
         self.divergences.add(1, cause)
         self.diverged_tokens.add(found.lost_tokens, cause)
 
+    async def tell(self, _: bytes) -> bytes:
+        """Return all of them, for another worker (`merged_metrics.py`)."""
+        return merged_metrics.encode(merged_metrics.snapshot(self.registry))
+
     def watch(
         self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None = None
     ) -> None:
@@ -227,7 +232,7 @@ class _CurrentState(Collector):
             breakers.add_metric(name, float(instance.breaker.state(now)))
             openings.add_metric(name, instance.breaker.openings)
             up.add_metric(name, float(instance.is_healthy and instance.facts is not None))
-            loads = (self._core.loads.get(holder).active_requests for holder in holders)
+            loads = (self._core.loads.get_own(holder).active_requests for holder in holders)
             inflight.add_metric(name, sum(loads))
             trust.add_metric(name, min(self._core.sources.trust(holder) for holder in holders))
         yield from (up, inflight, trust, breakers, openings)

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -58,6 +58,14 @@ class _Content(msgspec.Struct, array_like=True):
     events: bytes
 
 
+class _Write(NamedTuple):
+    """Something that waits to be written."""
+
+    commands: Callable[[Pipeline], object]
+    size_bytes: int
+    on_answers: Callable[[Sequence[object]], None] | None
+
+
 _read_head = msgspec.msgpack.Decoder(_Head).decode
 _read_content = msgspec.msgpack.Decoder(_Content).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -73,7 +81,7 @@ class SharedResponses:
         self._store = store
         self._state = state
         self._ttl_s = max(1, round(ttl_s))
-        self._writes: asyncio.Queue[tuple[Callable[[Pipeline], object], int]] = asyncio.Queue()
+        self._writes: asyncio.Queue[_Write] = asyncio.Queue()
         self._waiting_bytes = 0
         self._cancels: set[tuple[str, str]] = set()
         self._writing = asyncio.create_task(self._keep_writing())
@@ -143,13 +151,22 @@ class SharedResponses:
         if own is None or own.version != head.line[0][1]:
             found = await self._load(tenant, head, now)
         else:
-            self._later(lambda p: self._touch(p, tenant, head.line))
+            self._touch_all(own, head)
         if found is None or not head.is_running or (tenant, response_id) in self.running:
             return found
         (runs,) = await self._state.ask(lambda p: p.exists(_key(tenant, response_id, "run")))
         # Leases that ran out while Redis was away say nothing.
         is_sure = now - self._state.up_since > LEASE_S
         return self._failed(found, now) if is_sure and not runs else found
+
+    def _touch_all(self, own: StoredResponse, head: _Head) -> None:
+        """Let what a response is made of live on in Redis, and put there what it has lost."""
+
+        def write_lost(found: Sequence[object]) -> None:
+            if not all(found):
+                self.put(own, is_lost=True)
+
+        self._later(lambda p: self._touch(p, own.tenant, head.line), on_answers=write_lost)
 
     async def _load(self, tenant: str, head: _Head, now: float) -> StoredResponse | None:
         """Return a response whose contents are here or there. Raises: StateUnavailable."""
@@ -272,32 +289,39 @@ class SharedResponses:
 
     # --- the queue --------------------------------------------------------------------------------
 
-    def _later(self, commands: Callable[[Pipeline], object], size_bytes: int = 256) -> None:
+    def _later(
+        self,
+        commands: Callable[[Pipeline], object],
+        size_bytes: int = 256,
+        on_answers: Callable[[Sequence[object]], None] | None = None,
+    ) -> None:
         if self._waiting_bytes + size_bytes <= WAITING_BYTES_MAX:
             self._waiting_bytes += size_bytes
-            self._writes.put_nowait((commands, size_bytes))
+            self._writes.put_nowait(_Write(commands, size_bytes, on_answers))
 
     async def _keep_writing(self) -> None:
         while True:
-            commands, size_bytes = await self._writes.get()
+            waiting = await self._writes.get()
             try:
-                await self._write(commands)
+                await self._write(waiting)
             except Exception:
                 logger.exception("a bug of ours")
             finally:
-                self._waiting_bytes -= size_bytes
+                self._waiting_bytes -= waiting.size_bytes
                 self._writes.task_done()
 
-    async def _write(self, commands: Callable[[Pipeline], object]) -> None:
+    async def _write(self, waiting: _Write) -> None:
         """Write, if need be once Redis is back: in this order, and none is left out."""
         while True:
             try:
-                await self._state.tell(commands)
+                answers = await self._state.tell(waiting.commands)
             except StateRefused:
                 return  # this replica has it
             except StateUnavailable:
                 await asyncio.sleep(WRITE_RETRY_S)
             else:
+                if waiting.on_answers is not None:
+                    waiting.on_answers(answers)
                 return
 
 

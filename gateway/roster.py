@@ -3,6 +3,9 @@
 An engine announces itself with a lease and renews it; when the lease ends, it is gone. An operator adds
 instances that stay. Whoever is removed gets no more work at once; what it has under way may end first.
 
+What happens here is told to whoever listens (`on_change`), and what happened at another gateway is done here
+as well (`follow`); see `shared_registry.py`.
+
 What an operator says of an announced engine holds against its renewals: drained, it stays so whatever it
 announces, and removed, it is kept out (barred) until it has announced nothing for a lease.
 """
@@ -75,6 +78,17 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """All that one gateway tells others of an instance. `record` None: of the configuration, or gone."""
+
+    record: Announced | None
+    origin: Origin
+    is_drained: bool
+    is_leaving: bool
+    barred_s: float  # it is kept out for so long; 0: it is not
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """What is told of an instance's place here."""
 
@@ -116,6 +130,9 @@ class Roster:
         self._barred: dict[InstanceId, float] = {}  # removed by an operator; until when
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self.on_change: Callable[[InstanceId], None] = _ignore
+        self.are_leases_known: Callable[[], bool] = _always
+        """Whether renewals at other gateways would be known here; if not, no lease ends."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_looking())
@@ -130,6 +147,12 @@ class Roster:
 
     def announce(self, record: Announced) -> Change:
         """Take an engine in, or note that it is still there. Raises: GatewayError (409)."""
+        try:
+            return self._announce(record)
+        finally:
+            self.on_change(InstanceId(record.id))
+
+    def _announce(self, record: Announced) -> Change:
         instance_id, now = InstanceId(record.id), self._clock()
         if self._barred.get(instance_id, now) > now:
             # For as long as it is there; whoever starts anew was absent, or had withdrawn.
@@ -145,11 +168,16 @@ class Roster:
         """Take an operator's instance in, whatever was said of this id. Raises: GatewayError (409)."""
         change = self._take_in(record, Origin.ADDED)
         self._barred.pop(InstanceId(record.id), None)
-        self.undrain(record.id)
+        self._undrain(record.id)
+        self.on_change(InstanceId(record.id))
         return change
 
     def drain(self, instance_id: str) -> None:
         """Give an instance no more work, also if it is announced again. Raises: GatewayError (404)."""
+        self._drain(instance_id)
+        self.on_change(InstanceId(instance_id))
+
+    def _drain(self, instance_id: str) -> None:
         found = self._find(instance_id)
         self._entries[found].is_drained = True
         self._set_draining(found, is_draining=True)
@@ -159,6 +187,10 @@ class Roster:
 
         Raises: GatewayError (404).
         """
+        self._undrain(instance_id)
+        self.on_change(InstanceId(instance_id))
+
+    def _undrain(self, instance_id: str) -> None:
         was_barred = self._barred.pop(InstanceId(instance_id), None) is not None
         if was_barred and InstanceId(instance_id) not in self._entries:
             return
@@ -176,13 +208,51 @@ class Roster:
         record = self._entries[found].record
         if record is not None and record.lease_s is not None:
             self._barred[found] = self._clock() + record.lease_s
+        self._entries[found].leaves_by = self._clock() + self._drain_limit_s
+        self.on_change(found)
         self._set_leaving(found)
 
     def withdraw(self, instance_id: str) -> None:
         """Remove an instance whose engine ends; another may come. Raises: GatewayError (404)."""
         was_barred = self._barred.pop(InstanceId(instance_id), None) is not None
         if not was_barred or InstanceId(instance_id) in self._entries:
-            self._set_leaving(self._find(instance_id))
+            found = self._find(instance_id)
+            self._entries[found].leaves_by = self._clock() + self._drain_limit_s
+            self.on_change(found)
+            self._set_leaving(found)
+
+    # --- together with other gateways -------------------------------------------------------------
+
+    def standing(self, instance_id: InstanceId) -> Standing:
+        """Return what other gateways are to know of an instance, here or not."""
+        entry = self._entries.get(instance_id)
+        barred_s = max(0.0, self._barred.get(instance_id, 0.0) - self._clock())
+        if entry is None:
+            return Standing(None, Origin.ANNOUNCED, False, is_leaving=True, barred_s=barred_s)
+        is_leaving = entry.leaves_by is not None
+        return Standing(entry.record, entry.origin, entry.is_drained, is_leaving, barred_s)
+
+    def follow(self, instance_id: InstanceId, told: Standing) -> None:
+        """Do here what was done at another gateway. Raises: GatewayError (409), if it can't be."""
+        if told.barred_s:
+            self._barred[instance_id] = self._clock() + told.barred_s
+        else:
+            self._barred.pop(instance_id, None)
+        if told.record is not None and not told.is_leaving:
+            self._take_in(told.record, told.origin)
+        entry = self._entries.get(instance_id)
+        if entry is None:
+            return
+        is_of_file = told.origin is Origin.FILE
+        if is_of_file != (entry.record is None):
+            return  # its configuration has another of this name, or it has none
+        if told.is_leaving and entry.leaves_by is None:
+            entry.leaves_by = self._clock() + self._drain_limit_s
+            self._set_leaving(instance_id)
+        elif not told.is_leaving:
+            entry.leaves_by = None
+            entry.is_drained = told.is_drained
+            self._set_draining(instance_id, is_draining=told.is_drained)
 
     def describe(self, instance_id: InstanceId) -> Listing:
         """Return what is told of an instance that is here."""
@@ -207,7 +277,7 @@ class Roster:
             self._remove(instance_id)
         self._add(link, record, origin)
         if entry is not None and entry.is_drained:
-            self.drain(record.id)
+            self._drain(record.id)
         return Change.ADDED if entry is None else Change.REPLACED
 
     def _check_free(self, instance_id: InstanceId, record: Announced) -> None:
@@ -232,7 +302,6 @@ class Roster:
 
     def _set_leaving(self, instance_id: InstanceId) -> None:
         self._set_draining(instance_id, is_draining=True)
-        self._entries[instance_id].leaves_by = self._clock() + self._drain_limit_s
         self._look()
 
     def _set_draining(self, instance_id: InstanceId, *, is_draining: bool) -> None:
@@ -274,6 +343,9 @@ class Roster:
         self._barred = {key: until for key, until in self._barred.items() if until > now}
         for instance_id, entry in list(self._entries.items()):
             has_ended = entry.expires_at is not None and entry.expires_at <= now
+            if has_ended and not self.are_leases_known():
+                entry.expires_at = now + (entry.record.lease_s or 0.0 if entry.record else 0.0)
+                has_ended = False
             if has_ended:
                 logger.warning("instance %s has not renewed its lease", instance_id)
             is_leaving = entry.leaves_by is not None
@@ -285,7 +357,7 @@ class Roster:
         core = self._driver.core
         instance = core.fleet.find(instance_id)
         holders = instance.holders if instance is not None else ()
-        return not any(core.loads.get(holder).active_requests for holder in holders)
+        return not any(core.loads.get_own(holder).active_requests for holder in holders)
 
 
 def read_record(body: Any, instance_id: str | None = None) -> Announced:
@@ -303,6 +375,14 @@ def read_record(body: Any, instance_id: str | None = None) -> Announced:
         message = detail["msg"].removeprefix("Value error, ")
         text = f"{where}: {message}" if where else message
         raise GatewayError(400, text[:500], "invalid_request", where or None) from error
+
+
+def _ignore(_: InstanceId) -> None:
+    """For a gateway alone."""
+
+
+def _always() -> bool:
+    return True
 
 
 def _conflict(message: str, param: str) -> GatewayError:

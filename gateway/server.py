@@ -12,6 +12,7 @@ import ctypes
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 from collections.abc import Generator
@@ -32,6 +33,8 @@ sends a request into a connection that is just being closed."""
 CLOSING_S = 2.0
 """For ending and closing, when the server is to stop at once."""
 
+ORPHAN_CHECK_S = 1.0
+
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Options of glibc's `mallopt` (malloc.h)."""
 
@@ -40,12 +43,17 @@ class ListenError(OSError):
     """The address can't be listened on; the text says which and why."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Port 0 takes any free one. Raises: ListenError."""
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a bound socket. Port 0 takes any free one. `is_shared`: with this user's other workers.
+
+    Raises: ListenError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio, unlike uvloop, sends small pieces at once only where the protocol is named.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
@@ -158,18 +166,36 @@ def keep_memory() -> None:
             libc.mallopt(option, size)
 
 
-def run(settings: Settings) -> None:
-    """Serve until a signal asks to stop. Raises: ListenError."""
-    sock = listen(settings.listen.host, settings.listen.port)
+async def _stop_as_orphan(server: GatewayServer, parent: int) -> None:
+    """Stop a worker whose parent has ended without a word."""
+    while True:
+        await asyncio.sleep(ORPHAN_CHECK_S)
+        if os.getppid() != parent:  # nobody tells
+            break
+    logger.error("the process that started this worker is gone, so it stops")
+    server.request_stop()
+
+
+def run(settings: Settings, hub: str | None = None) -> None:
+    """Serve until a signal asks to stop. `hub`: where this process meets other workers.
+
+    Raises: ListenError.
+    """
+    host, parent = settings.listen.host, os.getppid()
+    sock = listen(host, settings.listen.port, is_shared=hub is not None)
 
     async def main() -> None:
-        server = GatewayServer(Gateway(settings), sock)
+        server = GatewayServer(Gateway(settings, hub=hub), sock)
         handle_signals(server)
-        host = settings.listen.host
-        scheme = "https" if settings.listen.tls is not None else "http"
-        logger.info("moongate listens on %s://%s:%d", scheme, host, server.port)
         spare_collector()
         keep_memory()
+        if hub is None:
+            scheme = "https" if settings.listen.tls is not None else "http"
+            logger.info("moongate listens on %s://%s:%d", scheme, host, server.port)
+            await server.serve()
+            return
+        watching = asyncio.create_task(_stop_as_orphan(server, parent))
         await server.serve()
+        watching.cancel()
 
     uvloop.run(main())

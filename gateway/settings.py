@@ -461,6 +461,14 @@ class StateSettings(_Section):
         return self
 
 
+class DiscoverySettings(_Section):
+    """How instances are found beside those of the file."""
+
+    # static: the file's, and those that announce themselves to this gateway, or that operators add to it;
+    # redis: what is announced or added to one gateway is known to all that share its `state`.
+    kind: Literal["static", "redis"] = "static"
+
+
 class HealthSettings(_Section):
     """How instances are checked."""
 
@@ -559,6 +567,7 @@ class Settings(_Section):
     models: ModelsSettings = ModelsSettings()
     responses: ResponsesSettings = ResponsesSettings()
     state: StateSettings = StateSettings()
+    discovery: DiscoverySettings = DiscoverySettings()
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
     admission: AdmissionSettings = AdmissionSettings()
@@ -582,6 +591,12 @@ class Settings(_Section):
                 )
         return instances
 
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        if self.discovery.kind == "redis" and self.state.kind != "redis":
+            raise ValueError("discovery.kind: redis needs state.kind: redis, with a url")
+        return self
+
 
 def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings]) -> bool:
     """Tell whether somebody can decode what the instance prefills, as far as models are named."""
@@ -596,9 +611,7 @@ def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings
     return False
 
 
-LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
-    ("discovery", "kind"): ("static",),
-}
+LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {}
 """Keys of the contract that have one meaning only in this version: accepted with these values, which
 say what happens anyway, and refused with any other."""
 

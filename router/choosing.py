@@ -238,6 +238,11 @@ class Chooser:
             }
             for holder, overlap in found.items():
                 tokens[holder] = in_tokens[overlap]
+            foreign = self.index.foreign.find_overlaps(chain, usable_blocks, size)
+            for holder, blocks in foreign.items():
+                confirmed_tokens, overlap_tokens = tokens.get(holder, (0, 0))
+                if group.spaces.get(holder) == space and blocks * size > overlap_tokens:
+                    tokens[holder] = confirmed_tokens, blocks * size
         return tokens
 
     def _candidates(self, group: Group, overlaps: dict[Holder, tuple[int, int]]) -> list[Candidate]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from moongate.router.load import PeerLoad
 from moongate.router.model import BlockHash, Holder, InstanceId, Reason, RequestId, SourceId
 from moongate.router.policy import Ranked
 
@@ -130,6 +131,47 @@ class WakeAt:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class ShareLoad:
+    """Tell the other gateways what this one has given the holder, now in all."""
+
+    holder: Holder
+    load: PeerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class SharePrediction:
+    """Tell the other gateways that the holder will have these blocks, with all before each of them.
+
+    `tail`: the last block of the prompt, with which the session's next turn will begin.
+    """
+
+    request_id: RequestId
+    holder: Holder
+    blocks: tuple[BlockHash, ...]
+    tail: BlockHash | None
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrediction:
+    """Tell the other gateways that this request is over; `is_void`: it was never sent."""
+
+    request_id: RequestId
+    is_void: bool = False
+
+
+PeerCommand = ShareLoad | SharePrediction | EndPrediction
+
 Command = (
-    Forward | Hold | Reject | RelayFailure | RequestReplay | NotePooled | Seed | Probe | WakeAt
+    Forward
+    | Hold
+    | Reject
+    | RelayFailure
+    | RequestReplay
+    | NotePooled
+    | Seed
+    | Probe
+    | PeerCommand
+    | WakeAt
 )

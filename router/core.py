@@ -39,6 +39,10 @@ from moongate.router.events import (
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PeerLeft,
+    PeerPredicted,
+    PeerPredictionEnded,
+    PeerReported,
     PoolChecked,
     PrefillEnded,
     PrefillFailed,
@@ -66,11 +70,20 @@ from moongate.router.model import (
     Holder,
     InstanceFacts,
     InstanceId,
+    PeerId,
     Request,
     RequestId,
 )
+from moongate.router.peers import Outbox, PeerEvent, Peers
 from moongate.router.policy import Policy, RandomBelow
-from moongate.router.requests import Leg, Requests, Tracked, TrackingLimits, alone
+from moongate.router.requests import (
+    CONFIRMATION_GRACE_S,
+    Leg,
+    Requests,
+    Tracked,
+    TrackingLimits,
+    alone,
+)
 from moongate.router.seeding import Seeder, SeedingLimits
 from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
@@ -97,7 +110,8 @@ class RouterLimits:
 class RouterCore:
     """The routing state of one gateway. `policies` by name; `policy` is the one in force.
 
-    `seeding` None: hot prefixes stay where they are.
+    `seeding` None: hot prefixes stay where they are. `peer`: what this gateway is to others before the
+    same fleet, which are told what it does; None: there are none.
     """
 
     def __init__(
@@ -107,9 +121,12 @@ class RouterCore:
         limits: RouterLimits | None = None,
         others: Sequence[Policy] = (),
         seeding: SeedingLimits | None = None,
+        *,
+        peer: PeerId | None = None,
     ) -> None:
         self.limits = limits or RouterLimits()
         self.policy = policy
+        self._peer = peer
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
         self.fleet = Fleet(self.limits.prefill_tokens_per_ms, self.limits.breaker)
@@ -122,6 +139,15 @@ class RouterCore:
         self.candidates = CandidateTable(
             self.fleet, self.index, self.sources, self.loads, self.sessions
         )
+        self.outbox = Outbox(self.loads, self.sessions, is_open=peer is not None)
+        self.peers = Peers(
+            self.loads,
+            self.index,
+            self.lineages,
+            self.sessions,
+            self.candidates,
+            CONFIRMATION_GRACE_S,
+        )
         self._chooser = Chooser(self.fleet, self.index, self.candidates, self.lineages)
         self._requests = Requests(
             self.fleet,
@@ -131,6 +157,7 @@ class RouterCore:
             self.sessions,
             self.settling,
             self.candidates,
+            self.outbox,
             TrackingLimits(self.limits.prediction_s, self.limits.approximate_prediction_s),
         )
         self.seeder = (
@@ -158,6 +185,7 @@ class RouterCore:
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take in what happened and return what to do. `now`: monotonic seconds, never falling."""
         self.index.expire(now)
+        self.peers.expire(now)
         commands = self._dispatch(event, now)
         admission = self.admission
         if admission is not None and admission.has_waiting and not isinstance(event, SourceEvent):
@@ -166,7 +194,7 @@ class RouterCore:
                 c for c in commands
                 if not isinstance(c, Hold) or admission.is_waiting(c.request_id)
             ]  # fmt: skip
-        return commands + self._schedule(event, now)
+        return [*commands, *self.outbox.take(), *self._schedule(event, now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -208,6 +236,9 @@ class RouterCore:
             case PoolChecked() | SeedingEnded():
                 self._seeding_changed(event, now)
                 return []
+            case PeerReported() | PeerPredicted() | PeerPredictionEnded() | PeerLeft():
+                self._peer_told(event, now)
+                return []
             case WakeUp():
                 return self._woke(now)
             case _:
@@ -219,6 +250,13 @@ class RouterCore:
     def _forget_beginning(self, request_id: RequestId) -> None:
         if self.seeder is not None:
             self.seeder.gave_up(request_id)
+
+    def _peer_told(self, event: PeerEvent, now: float) -> None:
+        self.peers.handle(event, now)
+        if not isinstance(event, PeerPredicted) or self._peer is None:
+            return
+        if event.peer < self._peer:
+            self._requests.yield_prefill(event.holder, event.blocks)
 
     def _seeding_changed(self, event: PoolChecked | SeedingEnded, now: float) -> None:
         if self.seeder is None:
@@ -239,7 +277,7 @@ class RouterCore:
 
     def _schedule(self, event: Event, now: float) -> list[Command]:
         """Ask for a wake-up if something is due before the one already asked for."""
-        at = self.index.next_expiry()
+        at = _earliest(self.index.next_expiry(), self.peers.next_expiry())
         if self.admission is not None and self.admission.has_waiting:
             at = _earliest(at, self.admission.next_expiry())
         if isinstance(event, WakeUp):

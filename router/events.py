@@ -8,13 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from moongate.router.load import PeerLoad
 from moongate.router.model import (
+    BlockHash,
     EngineHash,
     ExtraKeys,
+    Holder,
     InstanceFacts,
     InstanceId,
     InstanceSpec,
     KeySpace,
+    PeerId,
     Request,
     RequestId,
     SourceId,
@@ -273,6 +277,53 @@ class SeedingEnded:
     is_done: bool
 
 
+# --- other gateways -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReported:
+    """Another gateway told what it has given these holders; `is_whole`: and it has given no others any.
+
+    It holds for `lease_s` from now, and what it said before with it.
+    """
+
+    peer: PeerId
+    loads: tuple[tuple[Holder, PeerLoad], ...]
+    is_whole: bool
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPredicted:
+    """Another gateway has forwarded a prompt that ends in `tail`: the holder will have these blocks.
+
+    Each stands for all before it (`foreign_predictions.py`).
+    """
+
+    peer: PeerId
+    request_id: RequestId
+    holder: Holder
+    blocks: tuple[BlockHash, ...]
+    tail: BlockHash | None
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPredictionEnded:
+    """That request is over: events tell by now what came of it. `is_void`: it was never sent."""
+
+    peer: PeerId
+    request_id: RequestId
+    is_void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """Another gateway has stopped, and has nothing under way."""
+
+    peer: PeerId
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -302,5 +353,9 @@ Event = (
     | RequestFinished
     | PoolChecked
     | SeedingEnded
+    | PeerReported
+    | PeerPredicted
+    | PeerPredictionEnded
+    | PeerLeft
     | WakeUp
 )

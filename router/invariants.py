@@ -17,6 +17,7 @@ def check(core: RouterCore) -> None:
     """
     _check_holders_are_known(core)
     _check_load_equals_reservations(core)
+    _check_peers(core)
     _check_requests(core)
     _check_trials(core)
     _check_seedings(core)
@@ -42,6 +43,12 @@ def _check_load_equals_reservations(core: RouterCore) -> None:
         load.queued_prefill_tokens += reservation.prefill_tokens
         load.active_blocks += reservation.blocks
     assert sums == core.loads.loads, (sums, core.loads.loads)
+
+
+def _check_peers(core: RouterCore) -> None:
+    sums = {holder: core.peers.total(holder).load for holder in core.peers.holders}
+    assert {h: load for h, load in sums.items() if load != Load()} == core.loads.elsewhere
+    core.index.foreign.check()
 
 
 def _check_requests(core: RouterCore) -> None:

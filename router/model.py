@@ -15,6 +15,9 @@ from typing import NamedTuple, NewType
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
 
+PeerId = NewType("PeerId", str)
+"""Another gateway's process; one that starts anew is another."""
+
 BlockHash = NewType("BlockHash", bytes)
 """Our name for a block together with its whole prefix (see `blocks.py`)."""
 

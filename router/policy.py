@@ -69,6 +69,10 @@ class Situation(NamedTuple):
     context_tokens: float = math.inf  # so many before it make a token cost twice as much
 
 
+SAME_PROMPT_TOKENS, SAME_PROMPT_PART = 256, 16
+"""By so many tokens, and such a part of itself, a prompt may be longer than what is predicted of it, and be
+the same: a block of common sizes, and what other gateways don't tell (`foreign_predictions.py`)."""
+
 NO_TERMS: Mapping[str, float] = {}
 
 
@@ -233,6 +237,7 @@ class KvCost:
             history_tokens=situation.history_tokens,
             departures=situation.departures,
             context_tokens=situation.context_tokens,
+            pending_tokens=_pending_tokens(situation.prompt_tokens, candidates),
         )
         fetches_ms = [
             pricing.fetch_ms(reuse - worth, c.fetch_ms_per_token)
@@ -321,7 +326,7 @@ def price_all(
     """
     rate, active_ms = pricing.tokens_per_ms, pricing.weights.active_request_ms
     session_ms = 0.0 if pricing.history_tokens else pricing.weights.session_ms
-    prompt_terms: dict[tuple[float, float], tuple[float, float, float]] = {}
+    prompt_terms: dict[tuple[float, float], tuple[float, float, float, float]] = {}
     costs_ms: list[float] = []
     for candidate, reuse_tokens in zip(candidates, reuses_tokens, strict=True):
         weight = candidate.weight
@@ -329,7 +334,7 @@ def price_all(
         if terms is None:
             terms = pricing.prompt_terms_ms(weight, reuse_tokens)
             prompt_terms[weight, reuse_tokens] = terms
-        prefill, history, shared = terms
+        prefill, history, shared, again = terms
         costs_ms.append(
             candidate.queued_prefill_tokens / (rate * weight)
             + candidate.active_requests / weight * active_ms
@@ -337,10 +342,29 @@ def price_all(
             + prefill
             + history
             + shared
+            + again
         )
     if fetches_ms is not None:
         return [cost + fetch for cost, fetch in zip(costs_ms, fetches_ms, strict=True)]
     return costs_ms
+
+
+def _pending_tokens(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
+    """Return how much of the prompt is computed somewhere just now, if that is all of it; else 0.
+
+    A prompt that only begins alike is another session's, which had better live elsewhere. Without
+    events nobody knows whether it is still being computed.
+    """
+    pending, slack = 0, min(SAME_PROMPT_TOKENS, prompt_tokens // SAME_PROMPT_PART)
+    for candidate in candidates:
+        overlap_tokens = candidate.overlap_tokens
+        if overlap_tokens > pending and prompt_tokens - overlap_tokens <= slack:
+            is_confirmed = candidate.confirmed_tokens == overlap_tokens
+            if is_confirmed:
+                return 0  # somebody has it
+            if candidate.trust is not Trust.APPROXIMATE:
+                pending = overlap_tokens
+    return pending
 
 
 def _with_pool(candidate: Candidate, pool: PoolPart, worth_tokens: float) -> float:

@@ -31,6 +31,7 @@ from moongate.router.events import (
     RequestFirstByte,
 )
 from moongate.router.fleet import Fleet, InstanceState
+from moongate.router.foreign_predictions import told_blocks
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineages, RecentSessions
 from moongate.router.load import LoadTable
@@ -42,6 +43,7 @@ from moongate.router.model import (
     RequestId,
     Trust,
 )
+from moongate.router.peers import Outbox
 from moongate.router.policy import Candidate
 from moongate.router.rates import span_tokens
 from moongate.router.settling import Settling
@@ -133,6 +135,7 @@ class Requests:
     sessions: RecentSessions
     settling: Settling
     candidates: CandidateTable
+    outbox: Outbox
     limits: TrackingLimits
     tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     predicting: dict[Holder, dict[RequestId, Leg]] = field(default_factory=dict)
@@ -174,6 +177,7 @@ class Requests:
             changed = self.sessions.note(session, choice.chosen.holder)
         for holder in changed:
             self.candidates.touch(holder)
+            self.loads.changed[holder] = None
 
     def _open(
         self, tracked: Tracked, place: Place, now: float, name: str = "", *, computes: bool = True
@@ -223,6 +227,7 @@ class Requests:
         if will_confirm:
             leg.predicted, leg.predicted_part = known.chain, part
             self.predicting.setdefault(leg.holder, {})[leg.reservation] = leg
+        self.outbox.note_sent(leg.reservation, leg.holder, known, part, lifetime_s)
 
     def _watch_answer(self, tracked: Tracked, place: Place) -> None:
         """Count what the engine announces of the answer."""
@@ -271,6 +276,20 @@ class Requests:
         self.loads.end_prefill(leg.reservation)
         self.candidates.touch(leg.holder)
 
+    def yield_prefill(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
+        """Another gateway has sent what ends in these blocks to the same holder at the same time.
+
+        The engine computes what they have in common once, so it is reserved once: by one of the two.
+        """
+        told = set(blocks)
+        for leg in self.predicting.get(holder, {}).values():
+            own = told_blocks(leg.predicted, leg.predicted_part, leg.place.known.block_tokens)
+            if leg.prefill_tokens and own and own[-1] in told:
+                self.loads.end_prefill(leg.reservation)
+                leg.prefill_tokens = 0
+                leg.had_prefill_alone = False
+                self.candidates.touch(holder)
+
     def _learn_rate(self, leg: Leg, instance: InstanceState, elapsed_ms: float) -> None:
         """Learn from the time to the first token: how fast it prefills, or how fast it fetched."""
         fetching, tokens = leg.fetching, leg.prefill_tokens
@@ -302,6 +321,7 @@ class Requests:
         unsent = [other for other in tracked.legs if other is not leg]
         if not event.kind.was_sent and self.index.has_holder(leg.holder):
             self.index.take_predictions_back(leg.holder, leg.assumed_blocks)
+            self.outbox.note_ended(leg.reservation, is_void=True)
         self._close_all(tracked, now)
         self.settling.drop(event.request_id)
         for other in unsent:
@@ -437,6 +457,7 @@ class Requests:
         if not predicted:
             return
         leg.predicted = ()
+        self.outbox.note_ended(leg.reservation)
         part = leg.predicted_part
         begin = max(part.start, self._predicted_by_others(leg, predicted))
         if self.index.has_holder(holder):

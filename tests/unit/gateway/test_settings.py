@@ -151,7 +151,7 @@ SECTIONS = (
         (
             "policy: {options: {wieght: 1}}\n",
             ("1: policy: policy kv_cost has no option 'wieght'; known: active_request_ms, "
-            "approximate_weight, degraded_weight, fetch_ms, "
+            "again_weight, approximate_weight, degraded_weight, fetch_ms, "
             "handoff_ms, history_weight, session_ms, stall_ms, stall_weight"),
         ),
         (
