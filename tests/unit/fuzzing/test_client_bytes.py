@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from moongate.gateway.client_protocol import ClientProtocol, ClientRequest
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.settings import LimitsSettings
+from moongate.gateway.tenants import ANYBODY
 
 LIMITS = LimitsSettings(body_bytes_max=4096, headers_bytes_max=2048)
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
@@ -60,6 +61,7 @@ class Echo:
     def __init__(self) -> None:
         self.settings = SimpleNamespace(limits=LIMITS)
         self.driver = SimpleNamespace(clock=lambda: 0.0)
+        self.access = SimpleNamespace(admit=lambda _: ANYBODY)
         self.bodies: list[bytes] = []
         self.refused: list[int] = []
 

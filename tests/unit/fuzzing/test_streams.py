@@ -23,6 +23,7 @@ from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
 from moongate.gateway.routes import PROXIED, ApiFamily
 from moongate.gateway.sse import EventSplitter, ends_stream, split_events
 from moongate.gateway.stream_usage import without_usage_events
+from moongate.gateway.tenants import ANYBODY
 from moongate.gateway.transfer_params import TransferParamsFilter, without_params
 from moongate.gateway.usage import UsageReader
 
@@ -92,7 +93,7 @@ def test_what_changes_events_leaves_the_others_and_never_raises(pieces: list[byt
     _, renaming = Aliases({"alias": "m"}).resolve(body, PROXIED["/v1/responses"])
     assert renaming is not None
     turns = ResponseTurns(ResponseStore(60.0, 1 << 20), lambda: 0.0)
-    turn = ResponseTurn(turns, body, b"{}", None)
+    turn = ResponseTurn(turns, "", body, b"{}", None)
     changes: tuple[Edit, ...] = (
         renaming.take_events, turn.take_events, MessageStream().take_events,
         renaming.take_whole, turn.take_whole, without_params,
@@ -158,7 +159,9 @@ def test_a_stream_is_ended_well_whatever_was_in_it(
 @quick
 @given(pieces=streams())
 def test_what_is_collected_is_what_came(pieces: list[bytes]) -> None:
-    asked: Any = SimpleNamespace(route=None, method="POST", target="", headers=(), opened_at=0.0)
+    asked: Any = SimpleNamespace(
+        route=None, method="POST", target="", headers=(), tenant=ANYBODY, opened_at=0.0
+    )
     collected = Collected(asked, b"", is_stream=True)
     for piece in pieces:
         collected.write(piece)
