@@ -17,7 +17,7 @@ from moongate.gateway.auth_settings import AuthSettings, KeyUnreadable
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import RawHeaders, read_headers
 from moongate.gateway.rates import LocalRates, Measure, RateCounters, Verdict
-from moongate.gateway.tenants import Tenant, Tenants
+from moongate.gateway.tenants import ANYBODY, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,12 @@ class Access:
 
     def admit(self, headers: RawHeaders) -> Tenant:
         """Return whose a request is. Raises: GatewayError (401)."""
-        return self.tenants.find(read_headers(headers))
+        return self.tenants.find(read_headers(headers)) if self.asks else ANYBODY
+
+    @property
+    def asks(self) -> bool:
+        """Tell whether clients need keys."""
+        return len(self.tenants) > 0
 
     def meter(self, tenant: Tenant) -> Meter | None:
         """Return what counts a request of this tenant. None: nothing limits it."""

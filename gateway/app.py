@@ -343,7 +343,8 @@ class Gateway:
             await self._lifespan(receive, send)
             return
         assert self._admin is not None
-        await self._admin(scope, receive, _with_request_id(scope, send))
+        is_secret = self.access.tenants.are_in
+        await self._admin(scope, receive, _with_request_id(scope, send, is_secret))
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -361,12 +362,12 @@ class Gateway:
                 return
 
 
-def _with_request_id(scope: Scope, send: Send) -> Send:
+def _with_request_id(scope: Scope, send: Send, is_secret: Callable[[bytes], bool]) -> Send:
     """Return a `send` that adds the request's id to the answer's headers, as on proxied routes."""
     if scope["type"] != "http":
         return send
     given = read_headers(scope["headers"]).get("x-request-id")
-    request_id = clean_request_id(given) or make_request_id()
+    request_id = clean_request_id(given, is_secret) or make_request_id()
 
     async def send_with_id(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -24,7 +24,7 @@ class CallerGuard:
         """Note whose a request is. Raises: GatewayError (401, 403)."""
         path = request.url.path
         if path.startswith("/admin"):
-            self._admin.check(request, asks_clients=len(self._access.tenants) > 0)
+            self._admin.check(request, asks_clients=self._access.asks)
         elif not is_open(path):
             # Also where there is no route: nothing is told to whoever has no key, not even that.
             request.scope[TENANT] = self._access.admit(request.scope["headers"])

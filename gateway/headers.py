@@ -116,11 +116,15 @@ def make_request_id() -> str:
     return f"{_ids.getrandbits(128):032x}"
 
 
-def clean_request_id(given: str | None) -> str | None:
-    """Return a client's request id if it can be echoed and logged safely, else None."""
+def clean_request_id(given: str | None, is_secret: Callable[[bytes], bool]) -> str | None:
+    """Return a client's request id if it can be echoed and logged safely, else None.
+
+    `is_secret`: what has a key in it.
+    """
     if not given or len(given) > REQUEST_ID_CHARS_MAX:
         return None
-    return given if all("!" <= char <= "~" for char in given) else None
+    is_clean = all("!" <= char <= "~" for char in given) and not is_secret(given.encode())
+    return given if is_clean else None
 
 
 def ends_session(headers: Mapping[str, str]) -> bool:

@@ -218,9 +218,8 @@ class _Exchange:
         self._meter = path.access.meter(client.tenant)
         self._usage = UsageReader()  # of a stream, as far as it has come
         self._headers = read_headers(client.headers)
-        given_id = clean_request_id(self._headers.get("x-request-id"))
-        if given_id is not None and path.access.tenants.are_in(given_id.encode()):
-            given_id = None  # it is told and logged, and a key isn't
+        is_secret = path.access.tenants.are_in
+        given_id = clean_request_id(self._headers.get("x-request-id"), is_secret)
         self._client_id = given_id or make_request_id()
         self._account = Account(
             path.observers, client.route, self._client_id, self._headers, client.opened_at

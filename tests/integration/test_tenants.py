@@ -187,7 +187,7 @@ async def test_no_key_is_told_anywhere(caplog: pytest.LogCaptureFixture) -> None
             headers = {**AS_A, **given, "x-moongate-policy": "gw-1", "user-agent": "gw-1"}
             told = [await gateway.chat(headers=headers, user="gw-1", metadata={"user_id": "gw-1"})]
             told += [
-                await gateway.client.get(path)
+                await gateway.client.get(path, headers={"x-request-id": "gw-1"})
                 for path in (
                     "/admin/decisions", "/admin/instances", "/admin/index", "/metrics", "/ready",
                 )
