@@ -32,7 +32,7 @@ LOADS = [(A, PeerLoad(Load(1, 2, 3), 4)), (B, PeerLoad(Load(), 0))]
 
 
 def test_what_is_written_is_read_in_its_order() -> None:
-    steps = [
+    steps: list[SharePrediction | EndPrediction] = [
         SharePrediction(R, A, BLOCKS, BLOCKS[1], 60.0),
         EndPrediction(R, is_void=True),
         SharePrediction(R, B, (), None, 1.0),
@@ -86,7 +86,10 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 
 @given(st.data())
 def test_a_message_with_a_few_wrong_bytes_is_read_or_refused(data: st.DataObject) -> None:
-    steps = [SharePrediction(R, A, BLOCKS, BLOCKS[1], 60.0), EndPrediction(R)]
+    steps: list[SharePrediction | EndPrediction] = [
+        SharePrediction(R, A, BLOCKS, BLOCKS[1], 60.0),
+        EndPrediction(R),
+    ]
     message = bytearray(peer_wire.write(P, 7, 5.0, LOADS, steps))
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(message) - 1))
