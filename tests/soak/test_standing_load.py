@@ -11,7 +11,7 @@ from standing_load import Standing, stand
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
-LONG = Standing(duration_s=1200.0 * SCALE, streams=1000, idle=5000, rest_s=min(60.0, 600 * SCALE))
+LONG = Standing(duration_s=1200.0 * SCALE, streams=1000, idle=5000, rest_s=min(50.0, 600 * SCALE))
 RSS_MB_MAX = 600
 
 

@@ -74,7 +74,7 @@ MEDIA = st.sampled_from(["GPU", "cpu", "CPU", "DISK", None, "FLOPPY"])
 @st.composite
 def frames(draw: st.DrawFn) -> list[bytes]:
     """Return a message as it may come over a socket."""
-    sequence = draw(st.integers(0, 8) | st.sampled_from([2**40, 2**64 - 1]))
+    sequence = draw(st.integers(0, 8) | st.sampled_from([2**40, 2**63, 2**64 - 1]))
     payload = msgspec.msgpack.encode([1.0, draw(st.lists(kv_events(), max_size=3)), 0])
     if draw(st.integers(0, 4)) == 0:
         payload = draw(damaged(payload))
