@@ -78,21 +78,19 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from moongate.gateway import server
+    from moongate.gateway.config_file import ConfigFile
     from moongate.gateway.logs import use_format
-    from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
+    from moongate.gateway.settings import SettingsError
 
     try:
-        settings = load_settings(options.config)
+        loaded = ConfigFile(options.config, host=options.host, port=options.port).load()
     except SettingsError as error:
         return _fail(*error.problems)
-    use_format(settings.observability.log_format)
-    listen = ListenSettings(
-        host=settings.listen.host if options.host is None else options.host,
-        port=settings.listen.port if options.port is None else options.port,
-    )
+    from moongate.gateway import server  # what serves takes a while to import
+
+    use_format(loaded.settings.observability.log_format)
     try:
-        server.run(settings.model_copy(update={"listen": listen}))
+        server.run(loaded)
     except server.ListenError as error:
         return _fail(str(error))
     return EXIT_OK

@@ -15,6 +15,7 @@ from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_fields import read_salt
@@ -22,12 +23,11 @@ from moongate.gateway.receipt import decision_as_json
 from moongate.gateway.request_reading import RequestReader
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.routes import PROXIED, PromptKind, Route
-from moongate.gateway.settings import Settings
 from moongate.router import RequestId
 
 
 def make_explain_route(
-    settings: Settings,
+    live: LiveSettings,
     driver: Driver,
     prompts: PromptPipeline,
     turns: ResponseTurns,
@@ -35,8 +35,8 @@ def make_explain_route(
     pooling: Pooling | None = None,
 ) -> APIRouter:
     """Return the route of the dry run."""
-    router, aliases = APIRouter(), Aliases(settings.models.aliases)
-    reader = RequestReader(settings, driver)
+    router = APIRouter()
+    reader = RequestReader(live, driver)
 
     @router.post("/admin/explain")
     async def explain(request: Request, route: str | None = None) -> JSONResponse:
@@ -44,6 +44,8 @@ def make_explain_route(
 
         `route`: the one that the body is for; else it is told by the body's fields.
         """
+        settings = live.current
+        aliases = Aliases(settings.models.aliases)
         raw = await read_body(request, settings.limits.body_bytes_max)
         asked = _route_of(raw, route)
         body, _ = aliases.resolve(parse_body(raw, asked), asked)

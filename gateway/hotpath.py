@@ -51,6 +51,7 @@ from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, wit
 from moongate.gateway.json_edits import Edit
 from moongate.gateway.legs import one_token_body
 from moongate.gateway.links import Link, Links
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
@@ -124,7 +125,7 @@ class HotPath:
 
     def __init__(
         self,
-        settings: Settings,
+        live: LiveSettings,
         driver: Driver,
         links: Links,
         prompts: PromptPipeline,
@@ -136,6 +137,8 @@ class HotPath:
         seeding: Seeding | None = None,
         tracing: Tracing | None = None,
     ) -> None:
+        settings = live.current
+        self._live = live
         self.recent = RecentReceipts(settings.observability.decisions_max)
         self.observers = Observers(metrics, self.recent, seen, tracing, driver.clock)
         self.turns = turns
@@ -143,17 +146,28 @@ class HotPath:
         self.divergences = divergences
         self.pooling = pooling
         self.seeding = seeding
-        self.settings = settings
         self.driver = driver
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
-        self.reader = RequestReader(settings, driver)
+        self.reader = RequestReader(live, driver)
         self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
         self._adopted: set[asyncio.Task[None]] = set()
         self._requests = 0
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force."""
+        return self._live.current
+
+    def renew(self, settings: Settings) -> None:
+        """Make anew what is made of the settings."""
+        self.recent.resize(settings.observability.decisions_max)
+        self.aliases = Aliases(settings.models.aliases)
+        self.id_forwarding.mode = settings.tokenizer.forward_ids
+        self.bootstraps.timeout_s = settings.limits.connect_timeout_s
 
     async def close(self) -> None:
         """End what goes on without a client, if it doesn't soon come to its end."""

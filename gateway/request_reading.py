@@ -9,17 +9,17 @@ from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import ends_session
 from moongate.gateway.legs import may_hand_over, stays_whole
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.prompt import ReadPrompt
 from moongate.gateway.routes import Route
-from moongate.gateway.settings import Settings
 from moongate.router import RejectReason, Request, RequestId, Role
 
 
 class RequestReader:
     """Asks the core what is served, and the settings what is allowed."""
 
-    def __init__(self, settings: Settings, driver: Driver) -> None:
-        self._settings = settings
+    def __init__(self, live: LiveSettings, driver: Driver) -> None:
+        self._live = live
         self._core = driver.core
 
     def find_model(self, body: Body) -> str:
@@ -46,7 +46,7 @@ class RequestReader:
         Raises: GatewayError (400).
         """
         name = headers.get("x-moongate-policy")
-        if name is None or not self._settings.policy.allow_override:
+        if name is None or not self._live.current.policy.allow_override:
             return None
         if not self._core.has_policy(name):
             raise GatewayError(
@@ -76,7 +76,7 @@ class RequestReader:
             model=model,
             prompt=read.prompt,
             is_prompt_missing=read.fallback is not None,
-            session_key=find_session_key(headers, body, self._settings.session.header),
+            session_key=find_session_key(headers, body, self._live.current.session.header),
             tie_key=find_user(body),
             policy=policy,
             may_hand_over=hands_over and has_room and may_hand_over(route, body),
@@ -97,7 +97,7 @@ class RequestReader:
 
     def unavailable(self, retry_after_s: float | None = None) -> GatewayError:
         """Return the refusal when no instance can take a request now."""
-        seconds = max(1, round(retry_after_s or self._settings.health.interval_s))
+        seconds = max(1, round(retry_after_s or self._live.current.health.interval_s))
         return GatewayError(
             503, "no instance can take the request now", RejectReason.NO_INSTANCE.value,
             headers={"retry-after": str(seconds)},

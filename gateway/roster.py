@@ -1,7 +1,7 @@
 """Which instances there are: those of the configuration, and those that came since.
 
 An engine announces itself with a lease and renews it; when the lease ends, it is gone. An operator adds
-instances that stay. Whoever is removed gets no more work at once; what it has under way may end first.
+instances that stay, those of the file go when a reload finds that they aren't in it any more. Whoever is removed gets no more work at once; what it has under way may end first.
 
 What an operator says of an announced engine holds against its renewals: drained, it stays so whatever it
 announces, and removed, it is kept out (barred) until it has announced nothing for a lease.
@@ -10,25 +10,32 @@ announces, and removed, it is kept out (barred) until it has announced nothing f
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.links import Link, Links
+from moongate.gateway.links import Link, Links, read_api_key
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.monitor import Monitor
-from moongate.gateway.settings import InstanceSettings, Seconds
+from moongate.gateway.reloadable import INSTANCE_REPLACED
+from moongate.gateway.settings import InstanceSettings, Seconds, Settings
 from moongate.router import InstanceDraining, InstanceId
 
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
 """How often leases are looked at, and whether a drained instance is idle."""
+
+TAKEOVER_S = 10.0
+"""For so long at most an instance that a reload removes goes on working until those that come with the same
+reload are up: else nobody would serve in between."""
 
 
 class Announced(InstanceSettings):
@@ -88,10 +95,30 @@ class _Entry:
 
     settings: InstanceSettings = field(repr=False)
     origin: Origin
-    record: Announced | None = None  # None: of the configuration
+    record: Announced | None = None  # None: nobody told of it by the API
     expires_at: float | None = None
     is_drained: bool = False  # by an operator
     leaves_by: float | None = None  # it is draining, and is removed once idle, or then
+    takeover: _Takeover | None = None  # it drains once others are up
+
+    @property
+    def is_going(self) -> bool:
+        return self.leaves_by is not None or self.takeover is not None
+
+
+class _Takeover(NamedTuple):
+    """Who is to be up before an instance drains, and until when that is waited for."""
+
+    by: Sequence[InstanceId]
+    until: float
+
+
+Swap = Callable[[], None]
+"""Does what has been prepared, and can't fail."""
+
+
+class Clash(ValueError):
+    """An instance of the file can't be, since one that was not in the file has its id or url."""
 
 
 class Roster:
@@ -103,14 +130,13 @@ class Roster:
         links: Links,
         monitor: Monitor,
         clock: Callable[[], float],
-        *,
-        drain_limit_s: float,
+        live: LiveSettings,
     ) -> None:
         self._driver = driver
         self._links = links
         self._monitor = monitor
         self._clock = clock
-        self._drain_limit_s = drain_limit_s
+        self._live = live
         self._entries = {link.id: _Entry(link.settings, Origin.FILE) for link in links}
         self._barred: dict[InstanceId, float] = {}  # removed by an operator; until when
         self._task: asyncio.Task[None] | None = None
@@ -162,8 +188,9 @@ class Roster:
         if was_barred and InstanceId(instance_id) not in self._entries:
             return
         found = self._find(instance_id)
-        self._entries[found].leaves_by = None
-        self._entries[found].is_drained = False
+        entry = self._entries[found]
+        entry.leaves_by = entry.takeover = None
+        entry.is_drained = False
         self._set_draining(found, is_draining=False)
 
     def leave(self, instance_id: str) -> None:
@@ -190,6 +217,82 @@ class Roster:
         left_s = max(0.0, expires_at - self._clock()) if expires_at is not None else None
         return Listing(entry.settings.url, entry.origin, left_s)
 
+    # --- the file ---------------------------------------------------------------------------------
+
+    def prepare(self, settings: Settings) -> Swap:
+        """Return what lets the instances be those of another file. Nothing changes before.
+
+        Only what differs from the file in force is done: what operators said of the others holds. Those
+        that came by the API stay, whatever the file says; one that it names is the file's from then on.
+        Raises: Clash.
+        """
+        before = {instance.id: instance for instance in self._live.current.instances}
+        wanted = {instance.id: instance for instance in settings.instances}
+        differing = [i for i in settings.instances if self._differs(before.get(i.id), i)]
+        for instance in differing:
+            self._check_clash(instance)
+        links = [self._links.open(i) for i in differing if not self._is_same_engine(i)]
+        gone = [InstanceId(name) for name in before if name not in wanted]
+        changed = [i for i in differing if self._is_same_engine(i)]
+        return functools.partial(self._follow_file, changed, links, gone)
+
+    def _differs(self, old: InstanceSettings | None, new: InstanceSettings) -> bool:
+        if old != new:
+            return True
+        entry = self._entries.get(InstanceId(new.id))
+        if entry is None or entry.origin is not Origin.FILE:
+            return False
+        return self._links.get(InstanceId(new.id)).api_key != read_api_key(new)
+
+    def _is_same_engine(self, instance: InstanceSettings) -> bool:
+        """Tell whether an instance is here and differs only in what may change under it."""
+        entry = self._entries.get(InstanceId(instance.id))
+        return entry is not None and all(
+            getattr(entry.settings, key) == getattr(instance, key) for key in INSTANCE_REPLACED
+        )
+
+    def _check_clash(self, instance: InstanceSettings) -> None:
+        """Raises: Clash."""
+        for other_id, other in self._entries.items():
+            is_same_id, is_same_url = other_id == instance.id, other.settings.url == instance.url
+            if other.origin is not Origin.FILE and is_same_id != is_same_url:
+                what = f"the id {instance.id}" if is_same_id else f"the url {instance.url}"
+                raise Clash(
+                    f"{what} is that of an instance that is {other.origin.value}: {other_id}"
+                )
+
+    def _follow_file(
+        self,
+        changed: Sequence[InstanceSettings],
+        links: Sequence[Link],
+        gone: Sequence[InstanceId],
+    ) -> None:
+        for instance in changed:
+            self._change(instance)
+        for link in links:
+            old = self._entries.get(link.id)
+            if old is not None:
+                self._remove(link.id)
+            self._add(link, None, Origin.FILE)
+            if old is not None and old.is_drained:
+                self.drain(link.id)
+        takeover = _Takeover([link.id for link in links], self._clock() + TAKEOVER_S)
+        for instance_id in gone:
+            entry = self._entries.get(instance_id)
+            if entry is not None and entry.origin is Origin.FILE and not entry.is_going:
+                logger.info("instance %s is not in the configuration any more", instance_id)
+                entry.takeover = takeover
+        self._look()
+
+    def _change(self, instance: InstanceSettings) -> None:
+        """Let an instance go on by other settings, as the file's; it stays if it was to go."""
+        link = self._links.change(instance)
+        entry = self._entries[link.id]
+        self._entries[link.id] = _Entry(instance, Origin.FILE, is_drained=entry.is_drained)
+        self._set_draining(link.id, is_draining=entry.is_drained)
+        self._monitor.change(link)
+        logger.info("instance %s goes on by other settings", link.id)
+
     # --- parts ------------------------------------------------------------------------------------
 
     def _take_in(self, record: Announced, origin: Origin) -> Change:
@@ -212,7 +315,7 @@ class Roster:
     def _check_free(self, instance_id: InstanceId, record: Announced) -> None:
         """Raises: GatewayError (409) if another has the id or the url."""
         entry, now = self._entries.get(instance_id), self._clock()
-        if entry is not None and entry.record is None:
+        if entry is not None and entry.origin is Origin.FILE:
             raise _conflict(f"instance {record.id} is in the gateway's configuration", "id")
         if entry is not None and entry.settings.url != record.url:
             is_over = entry.expires_at is not None and entry.expires_at <= now
@@ -230,9 +333,15 @@ class Roster:
         return found
 
     def _set_leaving(self, instance_id: InstanceId) -> None:
-        self._set_draining(instance_id, is_draining=True)
-        self._entries[instance_id].leaves_by = self._clock() + self._drain_limit_s
+        self._begin_leaving(instance_id)
         self._look()
+
+    def _begin_leaving(self, instance_id: InstanceId) -> None:
+        self._set_draining(instance_id, is_draining=True)
+        entry = self._entries[instance_id]
+        entry.leaves_by = self._clock() + self._live.current.drain.limit_s
+        entry.takeover = None
+        logger.info("instance %s drains, and then goes", instance_id)
 
     def _set_draining(self, instance_id: InstanceId, *, is_draining: bool) -> None:
         self._driver.handle(InstanceDraining(instance_id, is_draining))
@@ -240,10 +349,12 @@ class Roster:
     def _expiry(self, record: Announced) -> float | None:
         return self._clock() + record.lease_s if record.lease_s is not None else None
 
-    def _add(self, link: Link, record: Announced, origin: Origin) -> None:
+    def _add(self, link: Link, record: Announced | None, origin: Origin) -> None:
         self._links.add(link)
-        self._entries[link.id] = _Entry(link.settings, origin, record, self._expiry(record))
-        self._monitor.watch(link, record.model_dump(exclude_none=True))
+        expires_at = self._expiry(record) if record is not None else None
+        self._entries[link.id] = _Entry(link.settings, origin, record, expires_at)
+        announced = record.model_dump(exclude_none=True) if record is not None else {}
+        self._monitor.watch(link, announced)
         logger.info("instance %s came: %s", link.id, link.settings.url)
 
     def _remove(self, instance_id: InstanceId) -> None:
@@ -255,7 +366,7 @@ class Roster:
         link = self._links.remove(instance_id)
         closing = asyncio.create_task(
             link.close_when_idle(
-                self._drain_limit_s, lambda: any(key in reservations for key in given)
+                self._live.current.drain.limit_s, lambda: any(key in reservations for key in given)
             )
         )
         self._closing.add(closing)
@@ -275,10 +386,17 @@ class Roster:
             has_ended = entry.expires_at is not None and entry.expires_at <= now
             if has_ended:
                 logger.warning("instance %s has not renewed its lease", instance_id)
+            if entry.takeover is not None and self._is_taken_over(entry.takeover, now):
+                self._begin_leaving(instance_id)
             is_leaving = entry.leaves_by is not None
             has_left = is_leaving and (self._is_idle(instance_id) or (entry.leaves_by or 0) <= now)
             if has_ended or has_left:
                 self._remove(instance_id)
+
+    def _is_taken_over(self, takeover: _Takeover, now: float) -> bool:
+        fleet = self._driver.core.fleet
+        coming = [state for name in takeover.by if (state := fleet.find(name)) is not None]
+        return takeover.until <= now or all(s.is_healthy and s.facts is not None for s in coming)
 
     def _is_idle(self, instance_id: InstanceId) -> bool:
         core = self._driver.core

@@ -1,7 +1,8 @@
 """Runs the gateway on a socket until it is told to stop.
 
 SIGTERM and SIGINT drain: the listener and idle connections close at once, running answers may end
-within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP, which will reload, is noted and ignored.
+within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP reads the
+configuration again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import uvloop
 
 from moongate.gateway.app import Gateway
 from moongate.gateway.client_protocol import ClientProtocol
-from moongate.gateway.settings import Settings
+from moongate.gateway.config_file import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,6 @@ class GatewayServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(gateway.settings.drain.limit_s),
             )
         )
 
@@ -109,6 +109,8 @@ class GatewayServer:
 
     def request_stop(self) -> None:
         """Drain; asked again, stop at once."""
+        limit_s = self.gateway.settings.drain.limit_s
+        self._server.config.timeout_graceful_shutdown = math.ceil(limit_s)
         self._server.force_exit = self._server.should_exit
         self._server.should_exit = True
         self.gateway.readiness.is_draining = True
@@ -120,13 +122,11 @@ class GatewayServer:
 
 
 def handle_signals(server: GatewayServer) -> None:
-    """Let SIGTERM and SIGINT ask the server to stop. Call inside the event loop."""
+    """Let SIGTERM and SIGINT ask the server to stop, and SIGHUP to reload. Call inside the event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
-    loop.add_signal_handler(
-        signal.SIGHUP, logger.warning, "SIGHUP: this version does not reload; restart it instead"
-    )
+    loop.add_signal_handler(signal.SIGHUP, server.gateway.reload_soon)
 
 
 def spare_collector() -> None:
@@ -156,12 +156,13 @@ def keep_memory() -> None:
             libc.mallopt(option, size)
 
 
-def run(settings: Settings) -> None:
-    """Serve until a signal asks to stop. Raises: ListenError."""
+def run(loaded: Loaded) -> None:
+    """Serve as a file says until a signal asks to stop. Raises: ListenError."""
+    settings = loaded.settings
     sock = listen(settings.listen.host, settings.listen.port)
 
     async def main() -> None:
-        server = GatewayServer(Gateway(settings), sock)
+        server = GatewayServer(Gateway(settings, loaded=loaded), sock)
         handle_signals(server)
         host = settings.listen.host
         logger.info("moongate listens on http://%s:%d", host, server.port)

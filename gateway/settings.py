@@ -594,6 +594,12 @@ def parse_settings(text: str, file: str, environment: Mapping[str, str] = os.env
         raise SettingsError([document.describe(detail) for detail in error.errors()]) from error
 
 
+def point_out(text: str, file: str, path: Path_, message: str) -> str:
+    """Return one line about a key of a YAML text that can be read: file, line, key, message."""
+    document = _Document.parse(text, file, os.environ)
+    return document._line(path, message)  # noqa: SLF001 - of this module
+
+
 class _Document:
     """A YAML document with the line of each key."""
 

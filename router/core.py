@@ -10,7 +10,7 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from moongate.router.candidates import CandidateTable
@@ -29,6 +29,7 @@ from moongate.router.events import (
     BatchReceived,
     Event,
     InstanceAdded,
+    InstanceChanged,
     InstanceDescribed,
     InstanceDraining,
     InstancePooled,
@@ -38,6 +39,7 @@ from moongate.router.events import (
     PoolChecked,
     PrefillEnded,
     PrefillFailed,
+    Reconfigured,
     ReplayEnded,
     RequestArrived,
     RequestFailed,
@@ -102,6 +104,7 @@ class RouterCore:
     ) -> None:
         self.limits = limits or RouterLimits()
         self.policy = policy
+        self.others = others
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
         self.fleet = Fleet(self.limits.prefill_tokens_per_ms)
@@ -180,6 +183,7 @@ class RouterCore:
                 return self.sources.handle(event, instance, now) if instance is not None else []
             case (
                 InstanceAdded()
+                | InstanceChanged()
                 | InstanceRemoved()
                 | InstanceDescribed()
                 | InstanceProbed()
@@ -189,6 +193,9 @@ class RouterCore:
                 return self._fleet_changed(event)
             case PoolChecked() | SeedingEnded():
                 self._seeding_changed(event, now)
+                return []
+            case Reconfigured():
+                self._reconfigured(event)
                 return []
             case WakeUp():
                 return self._woke(now)
@@ -209,6 +216,15 @@ class RouterCore:
             self.seeder.pool_checked(event)
         else:
             self.seeder.ended(event, now)
+
+    def _reconfigured(self, event: Reconfigured) -> None:
+        """Route by something else from now on. Requests under way stay where they are."""
+        self.policy, self.others = event.policy, event.others
+        self._policies = {p.name: p for p in (*event.others, event.policy)}
+        # The index keeps its size: what should go could not be told.
+        self.limits = replace(event.limits, index_blocks_max=self.limits.index_blocks_max)
+        if self.seeder is not None and event.seeding is not None:
+            self.seeder.limits = event.seeding
 
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -373,6 +389,7 @@ class RouterCore:
     def _fleet_changed(
         self,
         event: InstanceAdded
+        | InstanceChanged
         | InstanceRemoved
         | InstanceDescribed
         | InstanceProbed
@@ -382,10 +399,15 @@ class RouterCore:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
             return [Probe(event.spec.id)]
-        instance = self.fleet.find(event.instance_id)
+        instance = self.fleet.find(
+            event.spec.id if isinstance(event, InstanceChanged) else event.instance_id
+        )
         if instance is None:
             return []
         match event:
+            case InstanceChanged():
+                self.fleet.change(instance, event.spec)
+                self.candidates.reset()
             case InstanceRemoved():
                 self._remove_instance(instance)
             case InstanceDescribed():

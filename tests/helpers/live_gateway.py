@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from moongate.gateway.app import Gateway
+from moongate.gateway.config_file import ConfigFile
 from moongate.gateway.server import GatewayServer, listen
 from moongate.gateway.settings import Settings
 from moongate.kvpool.store import PoolStore
@@ -73,11 +76,13 @@ async def live_gateway(
     *,
     wait_ready: bool = True,
     memory_pool: PoolStore | None = None,
+    file: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[LiveGateway]:
     """Run a gateway before these instances (named a, b, ...). Settings as in the file.
 
-    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`.
+    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`. `file`: the settings are written
+    there, and the gateway is started from it.
     """
     instances = settings.pop(
         "instances", [{"id": "abcdefgh"[n], "url": url} for n, url in enumerate(urls)]
@@ -88,8 +93,13 @@ async def live_gateway(
         **settings,
         "instances": instances,
     }
+    loaded = None
+    if file is not None:
+        file.write_text(yaml.safe_dump(merged))
+        loaded = ConfigFile(file).load()
+    wanted = loaded.settings if loaded is not None else Settings.model_validate(merged)
     server = GatewayServer(
-        Gateway(Settings.model_validate(merged), seed=1, pool=memory_pool), listen("127.0.0.1", 0)
+        Gateway(wanted, seed=1, pool=memory_pool, loaded=loaded), listen("127.0.0.1", 0)
     )
     serving = asyncio.create_task(server.serve())
     limits = httpx.Limits(max_connections=None)
