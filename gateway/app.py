@@ -24,6 +24,8 @@ from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
 from moongate.gateway.config_file import Loaded
 from moongate.gateway.divergence import Divergence, Divergences
+from moongate.gateway.dns_discovery import DiscoveryMetrics, DnsDiscovery
+from moongate.gateway.dns_names import Resolve, Resolver
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
@@ -86,11 +88,13 @@ class Gateway:
         recorder: Recorder | None = None,
         pool: PoolStore | None = None,
         loaded: Loaded | None = None,
+        resolve: Resolve | None = None,
     ) -> None:
         """`pool`: the one in this process, for `pool.kind: memory`. `loaded`: the file of the settings, to be
-        reloaded when it changes; None: they came from elsewhere, and stay."""
+        reloaded when it changes; None: they came from elsewhere, and stay. `resolve`: in place of DNS."""
         self._live = LiveSettings(settings)
         self._loaded = loaded
+        self._resolve = resolve or Resolver().resolve
         self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
@@ -167,7 +171,12 @@ class Gateway:
         opened.push_async_callback(self._hot_path.close)
         roster = Roster(driver, self._links, self._monitor, self._clock, self._live)
         opened.push_async_callback(roster.close)
-        self._reloader = self._make_reloader(roster, prompts, divergences, tracing, metrics)
+        discovery = DnsDiscovery(self._live, roster, self._resolve, self._clock)
+        opened.push_async_callback(discovery.close)
+        metrics.registry.register(DiscoveryMetrics(discovery))
+        self._reloader = self._make_reloader(
+            roster, discovery, prompts, divergences, tracing, metrics
+        )
         self._admin = make_admin_app(
             self._live, driver, self._monitor, metrics, self.readiness, roster, self._pooling,
             self._state, self._reloader,
@@ -190,12 +199,14 @@ class Gateway:
             self._pooling.start()
         self._monitor.start()
         roster.start()
+        discovery.start()
         if self._reloader is not None:
             self._reloader.start()
 
     def _make_reloader(
         self,
         roster: Roster,
+        discovery: DnsDiscovery,
         prompts: PromptPipeline,
         divergences: Divergences,
         tracing: Tracing | None,
@@ -222,6 +233,7 @@ class Gateway:
             if pooling is not None:
                 pooling.budget_s = settings.pool.lookup_budget_ms / 1000
             use_format(settings.observability.log_format)
+            discovery.renew()
 
         reloader = Reloader(self._loaded, self._live, (self._prepare_core, roster.prepare), renew)
         self._opened.push_async_callback(reloader.close)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from moongate.gateway.settings import InstanceSettings, Settings
+from moongate.gateway.settings import FoundSettings, InstanceSettings, Settings
 
 
 class Effect(Enum):
@@ -45,6 +45,13 @@ EFFECTS: Mapping[str, Effect] = {
             "models.aliases",
             "health.interval_s", "health.timeout_s", "health.down_after", "health.up_after",
             "drain.limit_s",
+            "discovery.kind", "discovery.name", "discovery.record", "discovery.port",
+            "discovery.interval_s", "discovery.absent_after",
+            *(
+                f"discovery.found.{key}"
+                for key in FoundSettings.model_fields
+                if key not in INSTANCE_REPLACED
+            ),
             "observability.receipt_headers", "observability.stream_usage",
             "observability.keep_text", "observability.decisions_max",
             "observability.log_format", "observability.sample_ratio",
@@ -56,7 +63,14 @@ EFFECTS: Mapping[str, Effect] = {
         ),
         Effect.AT_ONCE,
     ),
-    **dict.fromkeys((f"instances[].{key}" for key in INSTANCE_REPLACED), Effect.REPLACES),
+    **dict.fromkeys(
+        (
+            *(f"instances[].{key}" for key in INSTANCE_REPLACED),
+            "discovery.scheme",
+            *(f"discovery.found.{key}" for key in INSTANCE_REPLACED if key in FoundSettings.model_fields),
+        ),
+        Effect.REPLACES,
+    ),
     **dict.fromkeys(
         (
             "listen.host", "listen.port",  # the socket is open, and clients know it

@@ -1,7 +1,8 @@
 """Which instances there are: those of the configuration, and those that came since.
 
 An engine announces itself with a lease and renews it; when the lease ends, it is gone. An operator adds
-instances that stay, those of the file go when a reload finds that they aren't in it any more. Whoever is removed gets no more work at once; what it has under way may end first.
+instances that stay, those of the file go when a reload finds that they aren't in it any more, and so do those that a
+name leads to. Whoever is removed gets no more work at once; what it has under way may end first.
 
 What an operator says of an announced engine holds against its renewals: drained, it stays so whatever it
 announces, and removed, it is kept out (barred) until it has announced nothing for a lease.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, NamedTuple
@@ -78,6 +79,7 @@ class Origin(Enum):
     FILE = "file"
     ANNOUNCED = "announced"  # by its engine
     ADDED = "added"  # by an operator
+    FOUND = "found"  # by the name that leads to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +201,12 @@ class Roster:
         Raises: GatewayError (404).
         """
         found = self._find(instance_id)
-        record = self._entries[found].record
-        if record is not None and record.lease_s is not None:
-            self._barred[found] = self._clock() + record.lease_s
+        entry = self._entries[found]
+        if entry.record is not None and entry.record.lease_s is not None:
+            self._barred[found] = self._clock() + entry.record.lease_s
+        elif entry.origin is Origin.FOUND:
+            discovery = self._live.current.discovery
+            self._barred[found] = self._clock() + discovery.absence_s
         self._set_leaving(found)
 
     def withdraw(self, instance_id: str) -> None:
@@ -234,7 +239,7 @@ class Roster:
         links = [self._links.open(i) for i in differing if not self._is_same_engine(i)]
         gone = [InstanceId(name) for name in before if name not in wanted]
         changed = [i for i in differing if self._is_same_engine(i)]
-        return functools.partial(self._follow_file, changed, links, gone)
+        return functools.partial(self._follow, Origin.FILE, changed, links, gone)
 
     def _differs(self, old: InstanceSettings | None, new: InstanceSettings) -> bool:
         if old != new:
@@ -261,37 +266,78 @@ class Roster:
                     f"{what} is that of an instance that is {other.origin.value}: {other_id}"
                 )
 
-    def _follow_file(
+    def _follow(
         self,
+        origin: Origin,
         changed: Sequence[InstanceSettings],
         links: Sequence[Link],
         gone: Sequence[InstanceId],
     ) -> None:
         for instance in changed:
-            self._change(instance)
+            self._change(instance, origin)
         for link in links:
             old = self._entries.get(link.id)
             if old is not None:
                 self._remove(link.id)
-            self._add(link, None, Origin.FILE)
+            self._add(link, None, origin)
             if old is not None and old.is_drained:
                 self.drain(link.id)
         takeover = _Takeover([link.id for link in links], self._clock() + TAKEOVER_S)
         for instance_id in gone:
             entry = self._entries.get(instance_id)
-            if entry is not None and entry.origin is Origin.FILE and not entry.is_going:
-                logger.info("instance %s is not in the configuration any more", instance_id)
+            if entry is not None and entry.origin is origin and not entry.is_going:
+                where = "the configuration" if origin is Origin.FILE else "DNS"
+                logger.info("instance %s is not in %s any more", instance_id, where)
                 entry.takeover = takeover
         self._look()
 
-    def _change(self, instance: InstanceSettings) -> None:
-        """Let an instance go on by other settings, as the file's; it stays if it was to go."""
+    def _change(self, instance: InstanceSettings, origin: Origin) -> None:
+        """Let an instance go on by other settings, and of this origin; it stays if it was to go."""
         link = self._links.change(instance)
         entry = self._entries[link.id]
-        self._entries[link.id] = _Entry(instance, Origin.FILE, is_drained=entry.is_drained)
+        self._entries[link.id] = _Entry(instance, origin, is_drained=entry.is_drained)
         self._set_draining(link.id, is_draining=entry.is_drained)
         self._monitor.change(link)
         logger.info("instance %s goes on by other settings", link.id)
+
+    # --- discovery --------------------------------------------------------------------------------
+
+    @property
+    def found(self) -> Collection[InstanceId]:
+        """Return the instances that discovery has found, but for those that are to go."""
+        return [
+            instance_id
+            for instance_id, entry in self._entries.items()
+            if entry.origin is Origin.FOUND and not entry.is_going
+        ]
+
+    def follow(
+        self, wanted: Sequence[InstanceSettings], gone: Sequence[InstanceId], absence_s: float
+    ) -> None:
+        """Let instances be those that discovery finds now, and let these go.
+
+        One whose id or url another has already is left to that one. One that an operator removed is kept
+        out until it was not found for `absence_s`.
+        """
+        differing = [i for i in wanted if self._is_news(i, absence_s)]
+        links = [self._links.open(i) for i in differing if not self._is_same_engine(i)]
+        changed = [i for i in differing if self._is_same_engine(i)]
+        self._follow(Origin.FOUND, changed, links, gone)
+
+    def _is_news(self, instance: InstanceSettings, absence_s: float) -> bool:
+        instance_id, now = InstanceId(instance.id), self._clock()
+        if self._barred.get(instance_id, now) > now:
+            self._barred[instance_id] = now + absence_s
+            return False
+        others = (entry for key, entry in self._entries.items() if key != instance_id)
+        if any(other.settings.url == instance.url and not other.is_going for other in others):
+            return False
+        entry = self._entries.get(instance_id)
+        if entry is None:
+            return True
+        has_key = self._links.get(instance_id).api_key == read_api_key(instance)
+        is_same = entry.settings == instance and has_key and not entry.is_going
+        return entry.origin is Origin.FOUND and not is_same
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from moongate.gateway.reloadable import EFFECTS
-from moongate.gateway.settings import LATER, PolicySettings, Settings
+from moongate.gateway.settings import PolicySettings, Settings
 from moongate.router.cost import CostWeights
 from moongate.router.policy import BUILT_IN, KvCost
 
@@ -86,12 +86,6 @@ def make_page() -> str:
     parts = [HEAD]
     for path, model in _sections("", Settings):
         parts.append(f"## `{path}`\n\n{_docstring(model)}\n\n{_table(path, model)}")
-    for (section, key), values in LATER.items():
-        told = ", ".join(f"`{value}`" for value in values)
-        parts.append(
-            f"## `{section}`\n\n| key | value | meaning |\n|---|---|---|\n"
-            f"| `{key}` | {told} | the only value that this version knows |\n"
-        )
     names = " and ".join(f"`{n}`" for n, cls in BUILT_IN.items() if issubclass(cls, KvCost))
     parts.append(
         f"## `policy.options` of {names}\n\nNumbers of 0 and more; the other built-in policies have no "

@@ -13,6 +13,7 @@ import yaml
 
 from moongate.gateway.app import Gateway
 from moongate.gateway.config_file import ConfigFile
+from moongate.gateway.dns_names import Resolve
 from moongate.gateway.server import GatewayServer, listen
 from moongate.gateway.settings import Settings
 from moongate.kvpool.store import PoolStore
@@ -77,12 +78,13 @@ async def live_gateway(
     wait_ready: bool = True,
     memory_pool: PoolStore | None = None,
     file: Path | None = None,
+    resolve: Resolve | None = None,
     **settings: Any,
 ) -> AsyncIterator[LiveGateway]:
     """Run a gateway before these instances (named a, b, ...). Settings as in the file.
 
     `memory_pool`: the one in this process, for `pool={"kind": "memory"}`. `file`: the settings are written
-    there, and the gateway is started from it.
+    there, and the gateway is started from it. `resolve`: in place of DNS.
     """
     instances = settings.pop(
         "instances", [{"id": "abcdefgh"[n], "url": url} for n, url in enumerate(urls)]
@@ -99,7 +101,8 @@ async def live_gateway(
         loaded = ConfigFile(file).load()
     wanted = loaded.settings if loaded is not None else Settings.model_validate(merged)
     server = GatewayServer(
-        Gateway(wanted, seed=1, pool=memory_pool, loaded=loaded), listen("127.0.0.1", 0)
+        Gateway(wanted, seed=1, pool=memory_pool, loaded=loaded, resolve=resolve),
+        listen("127.0.0.1", 0),
     )
     serving = asyncio.create_task(server.serve())
     limits = httpx.Limits(max_connections=None)

@@ -42,7 +42,7 @@ def test_a_page_that_says_another_default_is_told_apart(tmp_path: Path) -> None:
             "upstream_timeout_s",
             "number above 0, 86400 at most | `600` | s | at once | silence of an engine",
         ),
-        ("role", "`both`, `prefill`, `decode` | `both` |  | at once | prefill: computes prompts"),
+        ("stream_usage", "`asked`, `always` | `asked` |  | at once | always: ask engines for"),
         (
             "per_minute_max",
             "whole number from 1 to 600 | `20` | 1/minute | at once | seedings begun",
