@@ -355,7 +355,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.cycle = ClientRequest(
             self, route, method, target, self.headers, opened_at, is_http_11=is_http_11
         )
-        if not self.parser.should_keep_alive():
+        if not self.parser.should_keep_alive() or self._gateway.readiness.is_draining:
             self.cycle.keep_alive = False
         length = next((v for n, v in self.headers if n == b"content-length"), b"0")
         if int(length) > self._body_bytes_max:

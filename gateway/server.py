@@ -110,6 +110,10 @@ class GatewayServer:
     def request_stop(self) -> None:
         """Drain; asked again, stop at once."""
         limit_s = self.gateway.settings.drain.limit_s
+        if self._server.should_exit:
+            logger.warning("told to stop again: what still runs is broken off")
+        else:
+            logger.info("told to stop: nothing new is taken, what runs may take %g s", limit_s)
         self._server.config.timeout_graceful_shutdown = math.ceil(limit_s)
         self._server.force_exit = self._server.should_exit
         self._server.should_exit = True
@@ -119,6 +123,7 @@ class GatewayServer:
         """Serve until asked to stop. Raises: SystemExit, where the gateway can't start."""
         with self._socket:
             await self._server.serve(sockets=[self._socket])
+        logger.info("the gateway has stopped")
 
 
 def handle_signals(server: GatewayServer) -> None:
