@@ -113,6 +113,8 @@ def _check(options: argparse.Namespace) -> int:
         return _fail(*error.problems)
     names = ", ".join(instance.id for instance in settings.instances)
     told = f"instances {names}" if names else "instances: none (they announce themselves)"
+    if settings.discovery.kind == "dns":
+        told = f"instances {names or 'none'}, and those that {settings.discovery.name} leads to"
     print(f"{options.config}: ok; policy {settings.policy.name}, {told}")
     return EXIT_OK
 

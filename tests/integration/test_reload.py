@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 import yaml
@@ -453,6 +454,38 @@ async def test_variables_are_read_again(
         links = gateway.server.gateway._links
         assert links is not None
         assert links.get(InstanceId("a")).api_key == "k2"
+
+
+async def test_limits_hold_for_connections_that_are_open(
+    engines: list[SimEngine], file: Path
+) -> None:
+    async with live_gateway([engines[0].url], file=file) as gateway:
+        one = httpx.AsyncClient(
+            base_url=gateway.url, trust_env=False, limits=httpx.Limits(max_connections=1)
+        )
+        async with one:
+            body = {"model": "m", "prompt": "x" * 3000, "max_tokens": 1}
+            for limit, status in ((None, 200), (2048, 413), (10_000, 200)):
+                if limit is not None:
+                    edit(file, section("limits", body_bytes_max=limit))
+                    assert (await reload(gateway)).status_code == 200
+                answer = await one.post("/v1/completions", json=body)
+                assert answer.status_code == status
+
+
+async def test_a_policy_that_can_not_be_made_is_a_problem_of_the_file(
+    engines: list[SimEngine], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file.parent / "own_policies.py").write_text(
+        "class Picky:\n    def __init__(self) -> None:\n        raise KeyError('a file of mine')\n"
+    )
+    monkeypatch.syspath_prepend(file.parent)
+    async with live_gateway([engines[0].url], file=file) as gateway:
+        edit(file, section("policy", name="own_policies:Picky"))
+        refused = await reload(gateway)
+        assert refused.status_code == 400
+        assert "a file of mine" in refused.json()["problems"][0]
+        assert gateway.core.policy.name == "kv_cost"
 
 
 # --- every key that takes effect does -------------------------------------------------------------
