@@ -215,6 +215,7 @@ class _Exchange:
 
     def __init__(self, path: HotPath, client: Client, request_id: RequestId) -> None:
         self._path = path
+        self._settings = path.settings  # a reload is for those that come after
         self._client = client
         self._route = client.route
         self._id = request_id
@@ -313,11 +314,11 @@ class _Exchange:
         operator wants every stream's usage, with the wish for it.
         """
         body, self._renaming = self._path.aliases.resolve(parse_body(raw, self._route), self._route)
-        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        is_allowed = self._settings.limits.allow_kv_transfer_params
         if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
         has_usage = self._route.kind in WITH_CHOICES and body.is_stream
-        asks_always = self._path.settings.observability.stream_usage == "always"
+        asks_always = self._settings.observability.stream_usage == "always"
         if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.top):
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
@@ -532,7 +533,7 @@ class _Exchange:
         headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
-            forward_credentials=self._path.settings.auth.forward_client_key,
+            forward_credentials=self._settings.auth.forward_client_key,
             api_key=link.api_key,
             rank=holder.rank,
         )
@@ -731,7 +732,7 @@ class _Exchange:
 
     def _hides_params(self, answer: Answer) -> bool:
         """Tell whether the answer may have something for the gateway's eyes only."""
-        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        is_allowed = self._settings.limits.allow_kv_transfer_params
         return self._route.generates and not is_allowed and answer.status == 200
 
     async def _relay_text_error(self, opened: Opened, forward: Forward) -> None:
@@ -754,7 +755,7 @@ class _Exchange:
 
     def _our_headers(self, forward: Forward) -> dict[str, str]:
         headers = {"x-request-id": self._client_id}
-        if self._path.settings.observability.receipt_headers:
+        if self._settings.observability.receipt_headers:
             headers |= receipt_headers(forward.decision)
         return headers
 

@@ -259,6 +259,8 @@ class Roster:
     def _check_clash(self, instance: InstanceSettings) -> None:
         """Raises: Clash."""
         for other_id, other in self._entries.items():
+            if other.is_going:
+                continue
             is_same_id, is_same_url = other_id == instance.id, other.settings.url == instance.url
             if other.origin is not Origin.FILE and is_same_id != is_same_url:
                 what = f"the id {instance.id}" if is_same_id else f"the url {instance.url}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import yaml
+from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
 
 from moongate.gateway.app import Gateway
@@ -298,6 +300,29 @@ async def test_a_changed_weight_leaves_the_caches_known(
         assert (await reload(gateway)).json()["changed"] == ["instances[a].weight"]
         assert gateway.core.index.total == known
         assert await states(gateway) == {"a": "up"}
+
+
+async def test_a_request_ends_by_the_file_with_which_it_began(file: Path) -> None:
+    may_answer = asyncio.Event()
+
+    async def act(request: Received) -> None:
+        await may_answer.wait()
+        body = {**json.loads(chat_answer()), "kv_transfer_params": {"remote": request.json()["n"]}}
+        await request.answer(200, json.dumps(body).encode())
+
+    async with FakeEngine(act) as engine, live_gateway([engine.url], file=file) as gateway:
+        first = asyncio.create_task(gateway.chat(n=1))
+        await until(lambda: gateway.inflight() == 1)
+        edit(file, section("limits", allow_kv_transfer_params=True))
+        edit(file, section("observability", receipt_headers=False))
+        assert (await reload(gateway)).status_code == 200
+        second = asyncio.create_task(gateway.chat(n=2))
+        may_answer.set()
+        old, new = await first, await second
+        assert old.json()["kv_transfer_params"] is None
+        assert "x-moongate-instance" in old.headers
+        assert new.json()["kv_transfer_params"] == {"remote": 2}
+        assert "x-moongate-instance" not in new.headers
 
 
 # --- who else says which instances there are ------------------------------------------------------
