@@ -85,28 +85,25 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from moongate.gateway import server
+    from moongate.gateway.config_file import ConfigFile
     from moongate.gateway.logs import use_format
-    from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
+    from moongate.gateway.settings import SettingsError
 
     try:
-        settings = load_settings(options.config)
+        loaded = ConfigFile(options.config, host=options.host, port=options.port).load()
     except SettingsError as error:
         return _fail(*error.problems)
-    use_format(settings.observability.log_format)
-    listen = ListenSettings(
-        host=settings.listen.host if options.host is None else options.host,
-        port=settings.listen.port if options.port is None else options.port,
-    )
-    settings = settings.model_copy(update={"listen": listen})
+    from moongate.gateway import server  # what serves takes a while to import
+
+    use_format(loaded.settings.observability.log_format)
     try:
         if options.workers > 1:
             from moongate.gateway import workers
 
             shared = ("-m", "moongate.cli", "--log-level", options.log_level)
             arguments = [*shared, "serve", "-c", str(options.config.absolute())]
-            return workers.run(settings, options.workers, arguments)
-        server.run(settings, options.hub)
+            return workers.run(loaded.settings, options.workers, arguments)
+        server.run(loaded, options.hub)
     except server.ListenError as error:
         return _fail(str(error))
     return EXIT_OK
@@ -129,6 +126,8 @@ def _check(options: argparse.Namespace) -> int:
         return _fail(*error.problems)
     names = ", ".join(instance.id for instance in settings.instances)
     told = f"instances {names}" if names else "instances: none (they announce themselves)"
+    if settings.discovery.kind == "dns":
+        told = f"instances {names or 'none'}, and those that {settings.discovery.name} leads to"
     print(f"{options.config}: ok; policy {settings.policy.name}, {told}")
     return EXIT_OK
 

@@ -12,6 +12,7 @@ from fastapi import Request
 
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
+from moongate.gateway.live_settings import LiveSettings
 
 DRY_RUNS = frozenset({"/admin/explain"})
 """Posts that change nothing."""
@@ -24,8 +25,12 @@ class AdminGuard:
     """Who may call `/admin`: with a key configured whoever has it, else changes only from loopback, and where
     clients need keys everything."""
 
-    def __init__(self, key_env: str | None) -> None:
-        self._key = os.environ[key_env].encode() if key_env is not None else None
+    def __init__(self, live: LiveSettings) -> None:
+        self._live = live
+
+    def _find_key(self) -> bytes | None:
+        key_env = self._live.current.auth.admin_key_env
+        return os.environ[key_env].encode() if key_env is not None else None
 
     def check(self, request: Request, *, asks_clients: bool = False) -> None:
         """`asks_clients`: they need keys, so what others do is not for everybody to read.
@@ -33,10 +38,11 @@ class AdminGuard:
         Raises: GatewayError (401, 403).
         """
         headers = read_headers(request.scope["headers"])
-        if self._key is not None:
+        own_key = self._find_key()
+        if own_key is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             key = given.strip().encode("latin-1", "replace")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key, self._key):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key, own_key):
                 raise GatewayError(
                     401, "the admin key is missing or wrong; send it as a bearer token", "unauthorized",
                     headers={"www-authenticate": "Bearer"},

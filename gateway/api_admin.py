@@ -23,11 +23,12 @@ from moongate.gateway.api_schema import ERRORS, UNREADY
 from moongate.gateway.client_guard import CallerGuard, family_of, tenant_of
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.metrics import SHED_CODES, UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
+from moongate.gateway.reload import Reloader
 from moongate.gateway.roster import Roster
-from moongate.gateway.settings import Settings
 from moongate.gateway.shared_state import SharedState
 from moongate.gateway.worker_views import WorkerViews
 from moongate.router import Holder, Role, Tier
@@ -42,7 +43,7 @@ class Readiness:
 
 
 def make_admin_app(
-    settings: Settings,
+    live: LiveSettings,
     driver: Driver,
     monitor: Monitor,
     metrics: Metrics,
@@ -52,6 +53,7 @@ def make_admin_app(
     pooling: Pooling | None = None,
     state: SharedState | None = None,
     views: WorkerViews | None = None,
+    reloader: Reloader | None = None,
 ) -> FastAPI:
     """Return the application for everything that is not proxied. `views`: of all workers, if several."""
     app = FastAPI(
@@ -62,7 +64,7 @@ def make_admin_app(
         responses=ERRORS,
     )
     core = driver.core
-    guard = CallerGuard(access, AdminGuard(settings.auth.admin_key_env))
+    guard = CallerGuard(access, AdminGuard(live))
 
     @app.middleware("http")
     async def check_caller(
@@ -82,15 +84,17 @@ def make_admin_app(
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """The process is alive. `degraded` names what it has to do without."""
-        lacking = _lacking(pooling, state)
+        lacking = _lacking(pooling, state, reloader)
         return {"status": "ok", **({"degraded": lacking} if lacking else {})}
 
     @app.get("/ready", responses=UNREADY)
     async def ready() -> JSONResponse:
         """Whether a request could be routed now, and if not, why. `degraded`: as in `/health`."""
-        reasons, lacking = unready_reasons(driver, readiness), _lacking(pooling, state)
+        reasons = unready_reasons(driver, readiness)
+        lacking = _lacking(pooling, state, reloader)
         degraded = {"degraded": lacking} if lacking else {}
-        body = {"ready": not reasons, "reasons": reasons, **degraded}
+        config = {"config_hash": reloader.digest} if reloader is not None else {}
+        body = {"ready": not reasons, "reasons": reasons, **degraded, **config}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -103,7 +107,7 @@ def make_admin_app(
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        listed = list_models(core, settings.models.aliases, tenant_of(request))
+        listed = list_models(core, live.current.models.aliases, tenant_of(request))
         if not listed["data"]:
             raise GatewayError(503, "no instance is up", "no_instance")
         return listed
@@ -168,11 +172,14 @@ def _code_of(status: int) -> str:
     return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
 
 
-def _lacking(pooling: Pooling | None, state: SharedState | None) -> list[str]:
-    """Return what should be there and doesn't answer: requests are served all the same."""
+def _lacking(
+    pooling: Pooling | None, state: SharedState | None, reloader: Reloader | None
+) -> list[str]:
+    """Return what should be there and isn't: requests are served all the same."""
     lacks_pool = pooling is not None and not pooling.health.is_up
     lacks_redis = state is not None and not state.is_up
-    return ["pool"] * lacks_pool + ["redis"] * lacks_redis
+    lacks_config = reloader is not None and bool(reloader.problems)
+    return ["pool"] * lacks_pool + ["redis"] * lacks_redis + ["configuration"] * lacks_config
 
 
 def unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:

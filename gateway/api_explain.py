@@ -17,6 +17,7 @@ from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_fields import read_salt
@@ -24,13 +25,12 @@ from moongate.gateway.receipt import decision_as_json
 from moongate.gateway.request_reading import RequestReader
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.routes import PROXIED, PromptKind, Route
-from moongate.gateway.settings import Settings
 from moongate.gateway.tenants import ANYBODY
 from moongate.router import RequestId
 
 
 def make_explain_route(
-    settings: Settings,
+    live: LiveSettings,
     driver: Driver,
     prompts: PromptPipeline,
     turns: ResponseTurns,
@@ -39,8 +39,8 @@ def make_explain_route(
     pooling: Pooling | None = None,
 ) -> APIRouter:
     """Return the route of the dry run."""
-    router, aliases = APIRouter(), Aliases(settings.models.aliases)
-    reader = RequestReader(settings, driver, access)
+    router = APIRouter()
+    reader = RequestReader(live, driver, access)
 
     @router.post("/admin/explain", openapi_extra=EXPLAINED)
     async def explain(
@@ -51,6 +51,8 @@ def make_explain_route(
         `route`: the one that the body is for; else it is told by the body's fields. `tenant`: whose it would be;
         else nobody's, and what is cached for tenants is not found.
         """
+        settings = live.current
+        aliases = Aliases(settings.models.aliases)
         raw = await read_body(request, settings.limits.body_bytes_max)
         asked = _route_of(raw, route)
         body, _ = aliases.resolve(parse_body(raw, asked), asked)

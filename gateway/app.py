@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,9 +22,13 @@ from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
 from moongate.gateway.api_live import make_live_routes
+from moongate.gateway.api_reload import make_reload_routes
 from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.config_file import Loaded
 from moongate.gateway.divergence import Divergence, Divergences
+from moongate.gateway.dns_discovery import DiscoveryMetrics, DnsDiscovery
+from moongate.gateway.dns_names import Resolve, Resolver
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
@@ -30,7 +36,9 @@ from moongate.gateway.headers import clean_request_id, make_request_id, read_hea
 from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
 from moongate.gateway.live import LiveFeed
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.live_view import LiveView
+from moongate.gateway.logs import use_format
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.otlp import resource
@@ -38,6 +46,7 @@ from moongate.gateway.peering import Peering
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.recent_turns import RecentTurns
+from moongate.gateway.reload import Reloader, ReloadMetrics
 from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore
 from moongate.gateway.response_turns import ResponseTurns
@@ -53,8 +62,17 @@ from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
 from moongate.kvpool.store import PoolStore
-from moongate.router import PeerId, RouterCore, RouterLimits, make_policy
+from moongate.router import (
+    PeerId,
+    Reconfigured,
+    RouterCore,
+    RouterLimits,
+    SeedingLimits,
+    make_policy,
+)
 from moongate.router.policy import BUILT_IN, Policy
+
+logger = logging.getLogger(__name__)
 
 MEMORY_POOL_BYTES = 1 << 30
 """Of a pool in this process that nobody has given: no engine can reach it, so it stays empty."""
@@ -89,10 +107,15 @@ class Gateway:
         recorder: Recorder | None = None,
         pool: PoolStore | None = None,
         hub: str | None = None,
+        loaded: Loaded | None = None,
+        resolve: Resolve | None = None,
     ) -> None:
         """`pool`: the one in this process, for `pool.kind: memory`. `hub`: the socket at which it meets
-        other workers."""
-        self.settings = settings
+        other workers. `loaded`: the file of the settings, to be reloaded when it changes; None: they came
+        from elsewhere, and stay. `resolve`: in place of DNS."""
+        self._live = LiveSettings(settings)
+        self._loaded = loaded
+        self._resolve = resolve or Resolver().resolve
         self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
@@ -113,6 +136,12 @@ class Gateway:
         self._exporter: TraceExporter | None = None
         self._admin: FastAPI | None = None
         self._view: LiveView | None = None
+        self._reloader: Reloader | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force."""
+        return self._live.current
 
     @property
     def view(self) -> LiveView:
@@ -130,7 +159,7 @@ class Gateway:
         Raises whatever failed; then `stop` closes what has been opened.
         """
         settings, driver, opened = self.settings, self.driver, self._opened
-        self._links = Links(settings)
+        self._links = Links(self._live)
         opened.push_async_callback(self._links.close)
         prompts = PromptPipeline(
             mode=settings.tokenizer.mode,
@@ -147,9 +176,8 @@ class Gateway:
         metrics = Metrics(self.core, prompts, self._clock)
         self._pooling = self._make_pooling(metrics)
         self._monitor = Monitor(
-            driver, self._links, settings.health, prompts, self._clock,
-            opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
-        )  # fmt: skip
+            driver, self._links, self._live, prompts, self._clock, self._pooling
+        )
         opened.push_async_callback(self._monitor.close)
         seeding = self._make_seeding(metrics)
         await self._connect()
@@ -162,25 +190,31 @@ class Gateway:
             recent.note_divergence(found, self._clock())
 
         divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
+        tracing = self._make_tracing(metrics)
         self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, turns, divergences, recent,
-            self.access, self._pooling, seeding, self._make_tracing(metrics),
+            self._live, driver, self._links, prompts, metrics, turns, divergences, recent,
+            self.access, self._pooling, seeding, tracing,
         )  # fmt: skip
         opened.push_async_callback(self._hot_path.close)
-        roster = Roster(
-            driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
-        )
+        roster = Roster(driver, self._links, self._monitor, self._clock, self._live)
         opened.push_async_callback(roster.close)
         views = self._make_views(metrics)
+        discovery = DnsDiscovery(self._live, roster, self._resolve, self._clock)
+        opened.push_async_callback(discovery.close)
+        metrics.registry.register(DiscoveryMetrics(discovery))
+        self._reloader = self._make_reloader(
+            roster, discovery, prompts, divergences, tracing, metrics
+        )
         self._admin = make_admin_app(
-            settings, driver, self._monitor, metrics, self.readiness, roster, self.access,
-            self._pooling, self._state, views,
+            self._live, driver, self._monitor, metrics, self.readiness, roster, self.access,
+            self._pooling, self._state, views, self._reloader,
         )  # fmt: skip
+        self._admin.include_router(make_reload_routes(self._reloader))
         self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(
             make_explain_route(
-                settings, driver, prompts, turns, self.access, divergences, self._pooling
+                self._live, driver, prompts, turns, self.access, divergences, self._pooling
             )
         )
         self._view = LiveView(
@@ -198,10 +232,81 @@ class Gateway:
         self._start_sharing(roster)
         self.access.start()
         opened.push_async_callback(self.access.close)
+        discovery.start()
+        if self._reloader is not None:
+            self._reloader.start()
         if self._hub is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WORKER_READY_S):
                     await self._until_ready()
+
+    def _make_reloader(
+        self,
+        roster: Roster,
+        discovery: DnsDiscovery,
+        prompts: PromptPipeline,
+        divergences: Divergences,
+        tracing: Tracing | None,
+        metrics: Metrics,
+    ) -> Reloader | None:
+        """Return what takes changes of the file in, None without a file. Here is who is told of them."""
+        if self._loaded is None:
+            return None
+        assert self._links is not None
+        assert self._hot_path is not None
+        links, hot_path, pooling = self._links, self._hot_path, self._pooling
+
+        def renew(settings: Settings) -> None:
+            links.follow_limits()
+            hot_path.renew(settings)
+            prompts.set_limits(
+                budget_s=settings.tokenizer.budget_ms / 1000,
+                waiting_max=settings.limits.queue_requests_max,
+                memory_bytes_max=settings.limits.prompt_memory_bytes_max,
+            )
+            divergences.keep_text(keeps_text=settings.observability.keep_text)
+            if tracing is not None:
+                tracing.sample(settings.observability.sample_ratio)
+            if pooling is not None:
+                pooling.budget_s = settings.pool.lookup_budget_ms / 1000
+            use_format(settings.observability.log_format)
+            discovery.renew()
+
+        reloader = Reloader(
+            self._loaded,
+            self._live,
+            (self._prepare_core, roster.prepare, self._prepare_access),
+            renew,
+        )
+        self._opened.push_async_callback(reloader.close)
+        metrics.registry.register(ReloadMetrics(reloader))
+        return reloader
+
+    def _prepare_access(self, settings: Settings) -> Callable[[], None]:
+        """Return what lets another file's keys hold. Raises: KeyUnreadable."""
+        return self.access.prepare(settings.auth)
+
+    def _prepare_core(self, settings: Settings) -> Callable[[], None]:
+        """Return what lets the core route as another file says. Raises: PolicyError."""
+        is_same_policy = settings.policy == self.settings.policy
+        policy, others = (
+            (self.core.policy, self.core.others) if is_same_policy else make_policies(settings)
+        )
+        event = Reconfigured(policy, others, make_limits(settings), make_seeding(settings))
+        return functools.partial(self._reconfigure, event)
+
+    def _reconfigure(self, event: Reconfigured) -> None:
+        before = self.core.policy.name
+        self.driver.handle(event)
+        if self.core.policy.name != before:
+            self.monitor.describe_all()  # which events are wanted is the policy's
+
+    def reload_soon(self) -> None:
+        """Read the configuration file again, as SIGHUP asks."""
+        if self._reloader is not None:
+            self._reloader.ask()
+        else:
+            logger.warning("SIGHUP: there is no configuration file to be read again")
 
     async def _until_ready(self) -> None:
         """Wait until each instance has been looked at once, and there is one to send to.
@@ -381,11 +486,22 @@ def make_core(
     settings: Settings, random_below: Callable[[int], int], peer: PeerId | None = None
 ) -> RouterCore:
     """Return the routing core that the settings ask for. `peer`: see `RouterCore`."""
+    policy, others = make_policies(settings)
+    limits, seeding = make_limits(settings), make_seeding(settings)
+    return RouterCore(policy, random_below, limits, others, seeding, peer=peer)
+
+
+def make_policies(settings: Settings) -> tuple[Policy, Sequence[Policy]]:
+    """Return the policy in force, and those that a request may name. Raises: PolicyError."""
     policy = make_policy(settings.policy.name, settings.policy.options)
     others: list[Policy] = []
     if settings.policy.allow_override:
         others = [make_policy(name) for name in BUILT_IN if name != policy.name]
-    limits = RouterLimits(
+    return policy, others
+
+
+def make_limits(settings: Settings) -> RouterLimits:
+    return RouterLimits(
         index_blocks_max=settings.limits.index_blocks_max,
         up_after=settings.health.up_after,
         down_after=settings.health.down_after,
@@ -394,5 +510,7 @@ def make_core(
         breaker=settings.breaker.limits,
         admission=settings.admission.limits(settings.limits.queue_requests_max),
     )
-    seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
-    return RouterCore(policy, random_below, limits, others, seeding, peer=peer)
+
+
+def make_seeding(settings: Settings) -> SeedingLimits | None:
+    return settings.pool.seeding.limits if settings.pool.kind != "none" else None

@@ -204,9 +204,7 @@ class ClientProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._gateway = cast("Gateway", self.config.app)
-        limits = self._gateway.settings.limits
-        self._headers_bytes_max = limits.headers_bytes_max
-        self._body_bytes_max = limits.body_bytes_max
+        self._set_limits()
         self._sections = 0  # heads, and what stands between chunks, trailers among them
         self._open_section = 0  # the one that isn't complete, 0: none
         self._section_bytes = 0  # received while it was open
@@ -280,8 +278,14 @@ class ClientProtocol(HttpToolsProtocol):
 
     # --- httptools calls these --------------------------------------------------------------------
 
+    def _set_limits(self) -> None:
+        limits = self._gateway.settings.limits
+        self._headers_bytes_max = limits.headers_bytes_max
+        self._body_bytes_max = limits.body_bytes_max
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._set_limits()
         self._begin_section()
 
     def _begin_section(self) -> None:
@@ -353,7 +357,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.cycle = ClientRequest(
             self, route, method, target, self.headers, opened_at, is_http_11=is_http_11
         )
-        if not self.parser.should_keep_alive():
+        if not self.parser.should_keep_alive() or self._gateway.readiness.is_draining:
             self.cycle.keep_alive = False
         try:
             # Before anything else of it is read.

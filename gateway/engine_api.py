@@ -51,6 +51,13 @@ class EngineApi:
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 
+    def reconfigure(self, *, timeout_s: float, api_key: str | None) -> None:
+        """Let these hold for the calls that follow."""
+        self._timeout_s = timeout_s
+        self._client.headers.pop("authorization", None)
+        if api_key is not None:
+            self._client.headers["authorization"] = f"Bearer {api_key}"
+
     async def check_health(self) -> None:
         """Raises: EngineCallFailed unless the engine says that it is well."""
         await self._call("GET", "/health")

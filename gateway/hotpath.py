@@ -54,6 +54,7 @@ from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, wit
 from moongate.gateway.json_edits import Edit
 from moongate.gateway.legs import one_token_body
 from moongate.gateway.links import Link, Links
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
@@ -128,7 +129,7 @@ class HotPath:
 
     def __init__(
         self,
-        settings: Settings,
+        live: LiveSettings,
         driver: Driver,
         links: Links,
         prompts: PromptPipeline,
@@ -141,6 +142,8 @@ class HotPath:
         seeding: Seeding | None = None,
         tracing: Tracing | None = None,
     ) -> None:
+        settings = live.current
+        self._live = live
         self.recent = RecentReceipts(settings.observability.decisions_max)
         self.observers = Observers(metrics, self.recent, seen, tracing, driver.clock)
         self.access = access
@@ -149,17 +152,28 @@ class HotPath:
         self.divergences = divergences
         self.pooling = pooling
         self.seeding = seeding
-        self.settings = settings
         self.driver = driver
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
-        self.reader = RequestReader(settings, driver, access)
+        self.reader = RequestReader(live, driver, access)
         self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
         self._adopted: set[asyncio.Task[None]] = set()
         self._requests = 0
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force."""
+        return self._live.current
+
+    def renew(self, settings: Settings) -> None:
+        """Make anew what is made of the settings."""
+        self.recent.resize(settings.observability.decisions_max)
+        self.aliases = Aliases(settings.models.aliases)
+        self.id_forwarding.mode = settings.tokenizer.forward_ids
+        self.bootstraps.timeout_s = settings.limits.connect_timeout_s
 
     async def close(self) -> None:
         """End what goes on without a client, if it doesn't soon come to its end."""
@@ -211,6 +225,7 @@ class _Exchange:
 
     def __init__(self, path: HotPath, client: Client, request_id: RequestId) -> None:
         self._path = path
+        self._settings = path.settings  # a reload is for those that come after
         self._client = client
         self._route = client.route
         self._id = request_id
@@ -334,12 +349,12 @@ class _Exchange:
         asked = parse_body(raw, self._route)
         body, self._renaming = self._path.aliases.resolve(asked, self._route)
         self._path.reader.check_rights(self._tenant, asked.model, body.model)
-        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        is_allowed = self._settings.limits.allow_kv_transfer_params
         if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
         has_usage = self._route.kind in WITH_CHOICES and body.is_stream
         is_metered = self._meter is not None and self._meter.counts_tokens
-        asks_always = self._path.settings.observability.stream_usage == "always" or is_metered
+        asks_always = self._settings.observability.stream_usage == "always" or is_metered
         if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.top):
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
@@ -594,7 +609,7 @@ class _Exchange:
         headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
-            forward_credentials=self._path.settings.auth.forward_client_key,
+            forward_credentials=self._settings.auth.forward_client_key,
             is_secret=self._path.access.tenants.are_in,
             api_key=link.api_key,
             rank=holder.rank,
@@ -794,7 +809,7 @@ class _Exchange:
 
     def _hides_params(self, answer: Answer) -> bool:
         """Tell whether the answer may have something for the gateway's eyes only."""
-        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        is_allowed = self._settings.limits.allow_kv_transfer_params
         return self._route.generates and not is_allowed and answer.status == 200
 
     async def _relay_text_error(self, opened: Opened, forward: Forward) -> None:
@@ -820,7 +835,7 @@ class _Exchange:
 
     def _our_headers(self, forward: Forward) -> dict[str, str]:
         headers = {"x-request-id": self._client_id}
-        if self._path.settings.observability.receipt_headers:
+        if self._settings.observability.receipt_headers:
             headers |= receipt_headers(forward.decision)
             if self._account.queue_ms is not None:
                 headers["x-moongate-queue-ms"] = f"{self._account.queue_ms:.1f}"

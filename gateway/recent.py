@@ -59,6 +59,10 @@ class RecentReceipts:
         self._ring: deque[Receipt] = deque(maxlen=count_max)
         self._count = 0
 
+    def resize(self, count_max: int) -> None:
+        """Keep so many from now on, the last ones."""
+        self._ring = deque(self._ring, maxlen=count_max)
+
     def add(self, receipt: Receipt) -> None:
         """Take in a receipt and number it."""
         self._count += 1

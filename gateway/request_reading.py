@@ -13,9 +13,9 @@ from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import ends_session
 from moongate.gateway.legs import may_hand_over, stays_whole
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.prompt import READ_BYTES_MAX, ReadPrompt
 from moongate.gateway.routes import Route
-from moongate.gateway.settings import Settings
 from moongate.gateway.tenants import Tenant
 from moongate.gateway.waiting_wishes import read_wishes
 from moongate.router import Reject, RejectReason, Request, RequestId, Role
@@ -24,8 +24,8 @@ from moongate.router import Reject, RejectReason, Request, RequestId, Role
 class RequestReader:
     """Asks the core what is served, and the settings what is allowed."""
 
-    def __init__(self, settings: Settings, driver: Driver, access: Access) -> None:
-        self._settings = settings
+    def __init__(self, live: LiveSettings, driver: Driver, access: Access) -> None:
+        self._live = live
         self._access = access
         self._core = driver.core
 
@@ -61,7 +61,7 @@ class RequestReader:
             fields = body.fields if policy.reads_prompts else body.top
         else:
             fields = body.top
-        check_limits(fields, len(body.raw), self._settings.limits)
+        check_limits(fields, len(body.raw), self._live.current.limits)
 
     def find_policy(self, headers: Mapping[str, str]) -> str | None:
         """Return the policy that a request asks for, where the operator allows that.
@@ -69,7 +69,7 @@ class RequestReader:
         Raises: GatewayError (400).
         """
         name = headers.get("x-moongate-policy")
-        if name is None or not self._settings.policy.allow_override:
+        if name is None or not self._live.current.policy.allow_override:
             return None
         if not self._core.has_policy(name):
             raise GatewayError(
@@ -116,7 +116,7 @@ class RequestReader:
 
     def _find_session(self, headers: Mapping[str, str], body: Body) -> str | None:
         """Return the session's key; one that has a client's API key in it by its name only, since it is shown."""
-        key = find_session_key(headers, body, self._settings.session.header)
+        key = find_session_key(headers, body, self._live.current.session.header)
         is_secret = key is not None and self._access.tenants.are_in(key.encode())
         return name_session(key) if key is not None and is_secret else key
 
@@ -149,7 +149,7 @@ class RequestReader:
 
     def unavailable(self, retry_after_s: float | None = None) -> GatewayError:
         """Return the refusal when no instance can take a request now."""
-        seconds = max(1, round(retry_after_s or self._settings.health.interval_s))
+        seconds = max(1, round(retry_after_s or self._live.current.health.interval_s))
         return GatewayError(
             503, "no instance can take the request now", RejectReason.NO_INSTANCE.value,
             headers={"retry-after": str(seconds)},

@@ -1,7 +1,8 @@
 """Runs the gateway on a socket until it is told to stop.
 
 SIGTERM and SIGINT drain: the listener and idle connections close at once, running answers may end
-within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP, which will reload, is noted and ignored.
+within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP reads the
+configuration again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import uvloop
 
 from moongate.gateway.app import Gateway
 from moongate.gateway.client_protocol import ClientProtocol
-from moongate.gateway.settings import Settings
+from moongate.gateway.config_file import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,6 @@ class GatewayServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(gateway.settings.drain.limit_s),
             )
         )
 
@@ -119,6 +119,12 @@ class GatewayServer:
 
     def request_stop(self) -> None:
         """Drain; asked again, stop at once."""
+        limit_s = self.gateway.settings.drain.limit_s
+        if self._server.should_exit:
+            logger.warning("told to stop again: what still runs is broken off")
+        else:
+            logger.info("told to stop: nothing new is taken, what runs may take %g s", limit_s)
+        self._server.config.timeout_graceful_shutdown = math.ceil(limit_s)
         self._server.force_exit = self._server.should_exit
         self._server.should_exit = True
         self.gateway.readiness.is_draining = True
@@ -127,16 +133,15 @@ class GatewayServer:
         """Serve until asked to stop. Raises: SystemExit, where the gateway can't start."""
         with self._socket:
             await self._server.serve(sockets=[self._socket])
+        logger.info("the gateway has stopped")
 
 
 def handle_signals(server: GatewayServer) -> None:
-    """Let SIGTERM and SIGINT ask the server to stop. Call inside the event loop."""
+    """Let SIGTERM and SIGINT ask the server to stop, and SIGHUP to reload. Call inside the event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
-    loop.add_signal_handler(
-        signal.SIGHUP, logger.warning, "SIGHUP: this version does not reload; restart it instead"
-    )
+    loop.add_signal_handler(signal.SIGHUP, server.gateway.reload_soon)
 
 
 def spare_collector() -> None:
@@ -176,16 +181,17 @@ async def _stop_as_orphan(server: GatewayServer, parent: int) -> None:
     server.request_stop()
 
 
-def run(settings: Settings, hub: str | None = None) -> None:
-    """Serve until a signal asks to stop. `hub`: where this process meets other workers.
+def run(loaded: Loaded, hub: str | None = None) -> None:
+    """Serve as a file says until a signal asks to stop. `hub`: where this process meets other workers.
 
     Raises: ListenError.
     """
+    settings = loaded.settings
     host, parent = settings.listen.host, os.getppid()
     sock = listen(host, settings.listen.port, is_shared=hub is not None)
 
     async def main() -> None:
-        server = GatewayServer(Gateway(settings, hub=hub), sock)
+        server = GatewayServer(Gateway(settings, loaded=loaded, hub=hub), sock)
         handle_signals(server)
         spare_collector()
         keep_memory()

@@ -1,8 +1,7 @@
 """The configuration file: its shape, its limits, and errors that name file, line and key.
 
 One YAML file, checked as a whole: unknown keys are errors, and nothing takes effect unless all of it
-is right. `${NAME}` and `${NAME:-default}` in strings are replaced from the environment. Sections
-that later versions will know are refused by name rather than ignored.
+is right. `${NAME}` and `${NAME:-default}` in strings are replaced from the environment.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -48,6 +48,8 @@ HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 
 
 MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[1-9]\d{0,4})$", re.ASCII)
+DNS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
+DNS_NAME_CHARS_MAX = 253
 KEY_PART = re.compile(r"^(?:(?!,)[!-~]){0,256}$")
 """The master takes keys apart at commas, and is asked for them in an address."""
 
@@ -158,6 +160,12 @@ def _is_header_value(text: str) -> bool:
     return all(" " <= char <= "~" for char in text)
 
 
+def _check_dns_name(name: str) -> str:
+    if len(name) > DNS_NAME_CHARS_MAX or not DNS_NAME.fullmatch(name):
+        raise ValueError("expected a name in DNS, such as engines.llm.svc.cluster.local")
+    return name
+
+
 def _check_policy_name(name: str) -> str:
     if name not in BUILT_IN and ":" not in name:
         raise ValueError(f"unknown policy{_nearest(name, [*BUILT_IN, 'module:Class'])}")
@@ -172,6 +180,8 @@ OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 KeyPart = Annotated[str, AfterValidator(_check_key_part)]
 HashSeed = Annotated[str, BeforeValidator(_whole_as_text)]  # YAML reads an unquoted 0 as a number
+Port = Annotated[int, Field(ge=1, le=65_535)]
+DnsName = Annotated[str, AfterValidator(_check_dns_name)]
 
 
 class ListenSettings(_Section):
@@ -461,14 +471,6 @@ class StateSettings(_Section):
         return self
 
 
-class DiscoverySettings(_Section):
-    """How instances are found beside those of the file."""
-
-    # static: the file's, and those that announce themselves to this gateway, or that operators add to it;
-    # redis: what is announced or added to one gateway is known to all that share its `state`.
-    kind: Literal["static", "redis"] = "static"
-
-
 class HealthSettings(_Section):
     """How instances are checked."""
 
@@ -522,6 +524,86 @@ class DrainSettings(_Section):
     limit_s: Seconds = 300.0  # running answers may take this long after SIGTERM
 
 
+class FoundSettings(_Section):
+    """What the instances are that a name leads to; as in `instances[]`, with ports in place of addresses."""
+
+    role: Literal["both", "prefill", "decode"] = "both"  # prefill: computes prompts for others only
+    models: Annotated[list[str], Field(min_length=1)] | None = None  # None: as the engine says
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
+    # Where rank 0 publishes KV events; None: as the engine says.
+    kv_events_port: Port | None = None
+    kv_replay_port: Port | None = None  # where lost events are asked for; as kv_events_port
+    # How a prefill instance hands over; auto: mooncake where it has a bootstrap_port, else nixl.
+    kv_connector: Literal["auto", "mooncake", "nixl"] = "auto"
+    bootstrap_port: Port | None = None  # of a prefill instance: its Mooncake bootstrap server's
+    ranks: Annotated[int, Field(ge=1, le=1024)] | None = None  # None: as the engine says
+    block_size: Annotated[int, Field(ge=1)] | None = None  # tokens; None: as the engine says
+    api_key_env: str | None = None  # variable with the engines' own key
+    tls: InstanceTlsSettings | None = None  # for scheme: https; None: as the system trusts
+    pool: bool | None = None  # whether their engines use the pool; None: as it shows
+    # Whether they serve /v1/messages, or are asked by way of chats; auto: as it shows.
+    messages: Literal["auto", "native", "chat"] = "auto"
+
+
+class DiscoverySettings(_Section):
+    """How instances are found beside those of `instances`, and those that announce themselves."""
+
+    # static: the file's, and those that announce themselves to this gateway, or that operators add to it;
+    # dns: a name leads to others, and is followed; redis: what is announced or added to one gateway is known
+    # to all that share its `state` (to or from it: by a restart).
+    kind: Literal["static", "dns", "redis"] = "static"
+    name: DnsName | None = None  # such as engines.llm.svc
+    # a: A and AAAA records, each an instance at `port`; srv: host and port are in the records.
+    record: Literal["a", "srv"] = "a"
+    port: Port | None = None  # of the engines' HTTP servers, for record: a
+    scheme: Literal["http", "https"] = "http"  # of the engines' HTTP servers
+    interval_s: Seconds = 5.0  # between two look-ups
+    # One that is missing in so many look-ups in a row drains, and then goes.
+    absent_after: Annotated[int, Field(ge=1, le=1000)] = 3
+    found: FoundSettings = FoundSettings()  # what is known of them beforehand
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind != "dns":
+            if self.name is not None:
+                raise ValueError("name: only with kind: dns")
+            return self
+        if self.name is None:
+            raise ValueError("kind dns needs the name that leads to the instances")
+        if self.record == "a" and self.port is None:
+            raise ValueError("record a needs the port of the engines' HTTP servers")
+        if self.record == "srv" and self.port is not None:
+            raise ValueError("port: with record srv it is in the records")
+        try:
+            self.instance("example", "127.0.0.1", 8000)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"found: {message}") from None
+        return self
+
+    @property
+    def absence_s(self) -> float:
+        """Return for how long an instance is missing until it counts as gone."""
+        return self.interval_s * (self.absent_after + 1)
+
+    def instance(self, instance_id: str, host: str, port: int) -> InstanceSettings:
+        """Return an instance that was found. Raises: ValidationError."""
+        found, host = self.found, f"[{host}]" if ":" in host else host
+        own = {"kv_events_port", "kv_replay_port", "bootstrap_port"}
+        given = {
+            **found.model_dump(exclude=own),
+            "id": instance_id,
+            "url": f"{self.scheme}://{host}:{port}",
+        }
+        if found.kv_events_port is not None:
+            given["kv_events"] = f"tcp://{host}:{found.kv_events_port}"
+        if found.kv_replay_port is not None:
+            given["kv_replay"] = f"tcp://{host}:{found.kv_replay_port}"
+        if found.bootstrap_port is not None:
+            given["bootstrap_url"] = f"http://{host}:{found.bootstrap_port}"
+        return InstanceSettings.model_validate(given)
+
+
 class ObservabilitySettings(_Section):
     """What is told about requests."""
 
@@ -567,24 +649,29 @@ class Settings(_Section):
     models: ModelsSettings = ModelsSettings()
     responses: ResponsesSettings = ResponsesSettings()
     state: StateSettings = StateSettings()
-    discovery: DiscoverySettings = DiscoverySettings()
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
     admission: AdmissionSettings = AdmissionSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
-    instances: list[InstanceSettings]  # none: all announce themselves
+    discovery: DiscoverySettings = DiscoverySettings()
+    instances: list[InstanceSettings]  # none: all are found, or announce themselves
 
     @field_validator("instances")
     @classmethod
-    def _check(cls, instances: list[InstanceSettings]) -> list[InstanceSettings]:
+    def _check(
+        cls, instances: list[InstanceSettings], info: ValidationInfo
+    ) -> list[InstanceSettings]:
+        discovery = info.data.get("discovery")  # which stands above, so that it is known here
+        finds_any = isinstance(discovery, DiscoverySettings) and discovery.kind == "dns"
         for what in ("id", "url"):
             values = [getattr(instance, what) for instance in instances]
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:
                 raise ValueError(f"the {what} {twice} is used twice")
         for instance in instances:
-            if instance.role == "prefill" and not _has_partner(instance, instances):
+            has_partner = finds_any or _has_partner(instance, instances)
+            if instance.role == "prefill" and not has_partner:
                 raise ValueError(
                     f"{instance.id} only prefills: it needs an instance of role decode or both for"
                     " the same model"
@@ -609,11 +696,6 @@ def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings
         if other.role != "prefill" and not names_none_alike:
             return True
     return False
-
-
-LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {}
-"""Keys of the contract that have one meaning only in this version: accepted with these values, which
-say what happens anyway, and refused with any other."""
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -642,11 +724,16 @@ def parse_settings(text: str, file: str, environment: Mapping[str, str] = os.env
     Raises: SettingsError.
     """
     document = _Document.parse(text, file, environment)
-    document.take_later_keys()
     try:
         return Settings.model_validate(document.value)
     except ValidationError as error:
         raise SettingsError([document.describe(detail) for detail in error.errors()]) from error
+
+
+def point_out(text: str, file: str, path: Path_, message: str) -> str:
+    """Return one line about a key of a YAML text that can be read: file, line, key, message."""
+    document = _Document.parse(text, file, os.environ)
+    return document._line(path, message)  # noqa: SLF001 - of this module
 
 
 class _Document:
@@ -675,23 +762,6 @@ class _Document:
         if reader.problems:
             raise SettingsError(reader.problems)
         return cls(file, value, reader.lines)
-
-    def take_later_keys(self) -> None:
-        """Remove keys that this version need not know, if their value asks for nothing new."""
-        problems: list[str] = []
-        for path, allowed in LATER.items():
-            section = self.value.get(path[0])
-            if not isinstance(section, dict) or path[1] not in section:
-                continue
-            value = section.pop(path[1])
-            if value not in allowed:
-                said = " or ".join(_yaml(choice) for choice in allowed)
-                problems.append(self._line(path, f"this version supports {said} only: {value!r}"))
-        for name in _later_sections():
-            if self.value.get(name) == {}:
-                del self.value[name]
-        if problems:
-            raise SettingsError(problems)
 
     def describe(self, detail: ErrorDetails) -> str:
         """Return one line: file, line, key, what is wrong, what would be right."""
@@ -821,12 +891,7 @@ def _fields_at(path: Path_) -> list[str]:
         if not nested:
             return []
         model = nested[0]
-    later = [key for section, key in LATER if section == path[0]] if path else _later_sections()
-    return [*model.model_fields, *later]
-
-
-def _later_sections() -> list[str]:
-    return sorted({section for section, _ in LATER} - Settings.model_fields.keys())
+    return list(model.model_fields)
 
 
 def _choices(detail: ErrorDetails) -> list[str]:

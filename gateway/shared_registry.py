@@ -214,7 +214,7 @@ class SharedRegistry:
         self._changed.pop(instance_id, None)
         standing = Standing(record, told.origin, told.is_drained, told.is_leaving, told.barred_s)
         try:
-            self._roster.follow(instance_id, standing)
+            self._roster.follow_peer(instance_id, standing)
         except GatewayError as error:
             self._log.warn(f"instance {instance_id} of another gateway is not taken in: {error}")
         return told

@@ -133,10 +133,14 @@ class Tracing:
         self, exporter: TraceExporter, sample_ratio: float, clock: Callable[[], float]
     ) -> None:
         self._exporter = exporter
-        self._bound = int(sample_ratio * (1 << 64))
+        self.sample(sample_ratio)
         self._clock = clock
         self._offset_ns = 0
         self._offset_until = float("-inf")
+
+    def sample(self, ratio: float) -> None:
+        """Record this part of the traces that begin here from now on."""
+        self._bound = int(ratio * (1 << 64))
 
     def begin(self, headers: Mapping[str, str], began_at: float) -> RequestTrace:
         """Return the trace of a request whose first bytes came then."""

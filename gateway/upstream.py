@@ -124,6 +124,14 @@ class Upstream:
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
 
+    def set_limits(
+        self, *, connect_timeout_s: float, read_timeout_s: float, connections_max: int | None
+    ) -> None:
+        """Let these hold from now on; connections that are open keep their time-out."""
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._connections_max = connections_max
+
     async def send(
         self,
         path: str,

@@ -10,7 +10,7 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from moongate.router.admission import Admission, AdmissionLimits
@@ -33,6 +33,7 @@ from moongate.router.events import (
     Event,
     FailureKind,
     InstanceAdded,
+    InstanceChanged,
     InstanceDescribed,
     InstanceDraining,
     InstancePooled,
@@ -46,6 +47,7 @@ from moongate.router.events import (
     PoolChecked,
     PrefillEnded,
     PrefillFailed,
+    Reconfigured,
     ReplayEnded,
     RequestArrived,
     RequestFailed,
@@ -127,6 +129,7 @@ class RouterCore:
         self.limits = limits or RouterLimits()
         self.policy = policy
         self._peer = peer
+        self.others = others
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
         self.fleet = Fleet(self.limits.prefill_tokens_per_ms, self.limits.breaker)
@@ -226,6 +229,7 @@ class RouterCore:
                 return self.sources.handle(event, instance, now) if instance is not None else []
             case (
                 InstanceAdded()
+                | InstanceChanged()
                 | InstanceRemoved()
                 | InstanceDescribed()
                 | InstanceProbed()
@@ -238,6 +242,9 @@ class RouterCore:
                 return []
             case PeerReported() | PeerPredicted() | PeerPredictionEnded() | PeerLeft():
                 self._peer_told(event, now)
+                return []
+            case Reconfigured():
+                self._reconfigured(event)
                 return []
             case WakeUp():
                 return self._woke(now)
@@ -265,6 +272,24 @@ class RouterCore:
             self.seeder.pool_checked(event)
         else:
             self.seeder.ended(event, now)
+
+    def _reconfigured(self, event: Reconfigured) -> None:
+        """Route by something else from now on. Requests under way stay where they are."""
+        self.policy, self.others = event.policy, event.others
+        self._policies = {p.name: p for p in (*event.others, event.policy)}
+        # The index keeps its size: what should go could not be told.
+        self.limits = replace(event.limits, index_blocks_max=self.limits.index_blocks_max)
+        self.fleet.set_breaker_limits(event.limits.breaker)
+        self._set_admission_limits(event.limits.admission)
+        if self.seeder is not None and event.seeding is not None:
+            self.seeder.limits = event.seeding
+
+    def _set_admission_limits(self, limits: AdmissionLimits) -> None:
+        """Let other bounds hold. Who waits goes on waiting, or starts if there is room by them."""
+        if self.admission is not None:
+            self.admission.limits = limits
+        elif limits.are_on:
+            self.admission = Admission(limits, self.fleet, self.loads)
 
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -478,6 +503,7 @@ class RouterCore:
     def _fleet_changed(
         self,
         event: InstanceAdded
+        | InstanceChanged
         | InstanceRemoved
         | InstanceDescribed
         | InstanceProbed
@@ -487,10 +513,15 @@ class RouterCore:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
             return [Probe(event.spec.id)]
-        instance = self.fleet.find(event.instance_id)
+        instance = self.fleet.find(
+            event.spec.id if isinstance(event, InstanceChanged) else event.instance_id
+        )
         if instance is None:
             return []
         match event:
+            case InstanceChanged():
+                self.fleet.change(instance, event.spec)
+                self.candidates.reset()
             case InstanceRemoved():
                 self._remove_instance(instance)
             case InstanceDescribed():

@@ -5,8 +5,10 @@ Each carries what the edge knows at that moment; the time of it is the `now` of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from moongate.router.load import PeerLoad
 from moongate.router.model import (
@@ -25,11 +27,40 @@ from moongate.router.model import (
     Tier,
 )
 
+if TYPE_CHECKING:  # these modules import this one
+    from moongate.router.core import RouterLimits
+    from moongate.router.policy import Policy
+    from moongate.router.seeding import SeedingLimits
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """The operator wants it otherwise from now on. What is known of fleet, caches and load stays.
+
+    `others`: policies that a request may name. `limits.index_blocks_max` stays what it was, and so does
+    whether anything is seeded: `seeding` counts only where it was and still is.
+    """
+
+    policy: Policy
+    others: Sequence[Policy]
+    limits: RouterLimits
+    seeding: SeedingLimits | None
+
+
 # --- the fleet ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceAdded:
+    spec: InstanceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceChanged:
+    """The operator says otherwise what an instance is for. It is the same engine, with the same cache."""
+
     spec: InstanceSpec
 
 
@@ -333,7 +364,9 @@ class WakeUp:
 
 
 Event = (
-    InstanceAdded
+    Reconfigured
+    | InstanceAdded
+    | InstanceChanged
     | InstanceRemoved
     | InstanceDescribed
     | InstanceProbed

@@ -136,6 +136,19 @@ class Fleet:
             self._prefilling[spec.id] = state
         return state
 
+    def change(self, instance: InstanceState, spec: InstanceSpec) -> None:
+        """Note another role, weight or the like of an instance; what is known of it stays."""
+        assert instance.spec.id == spec.id, (instance.spec, spec)
+        instance.spec = spec
+        self._prefilling.pop(spec.id, None)
+        if spec.role is Role.PREFILL:
+            self._prefilling[spec.id] = instance
+
+    def set_breaker_limits(self, limits: BreakerLimits) -> None:
+        self._breaker_limits = limits
+        for instance in self:
+            instance.breaker.limits = limits
+
     def describe(self, instance: InstanceState, facts: InstanceFacts) -> None:
         instance.facts = facts
         self._cards = None

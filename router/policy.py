@@ -454,7 +454,7 @@ def _make_plug_in(name: str, options: Mapping[str, Any]) -> Policy:
         raise PolicyError(f"policy {name!r} can't be loaded: {error}") from error
     try:
         policy = cls(**options)
-    except TypeError as error:
+    except Exception as error:  # as above
         raise PolicyError(f"policy {name!r} does not take these options: {error}") from error
     if not isinstance(policy, Policy):
         raise PolicyError(f"policy {name!r} lacks what a policy has: name, reads_prompts, rank()")

@@ -30,6 +30,7 @@ from moongate.router import (
     Hold,
     Holder,
     InstanceAdded,
+    InstanceChanged,
     InstanceDescribed,
     InstanceFacts,
     InstanceId,
@@ -44,6 +45,7 @@ from moongate.router import (
     PrefillEnded,
     PrefillFailed,
     Prompt,
+    Reconfigured,
     Reject,
     RelayFailure,
     ReplayEnded,
@@ -367,6 +369,8 @@ class History:
         # Of its own, so that what a pool has changes nothing else of a history.
         self.pool_chance = random.Random(self.seed)
         self.has_pool = self.pool_chance.random() < 0.5
+        self.operator_chance = random.Random(self.seed + 1)
+        self.has_operator = self.operator_chance.random() < 0.3
 
     def run(self, steps: int) -> None:
         """Let a fleet join and `steps` things happen, then heal it and compare it with the truth."""
@@ -376,6 +380,8 @@ class History:
             self.chance.choice(self.kinds)()
             if self.has_pool and self.pool_chance.random() < 0.1:
                 self._name_keys()
+            if self.has_operator and self.operator_chance.random() < 0.1:
+                self._reconfigure()
         self.heal()
         self.check_converged()
         self.check_trusted()
@@ -633,6 +639,20 @@ class History:
         if self.instances:
             instance = chance.choice(list(self.instances.values()))
             self.handle(InstancePooled(instance.id, chance.choice([None, *KEY_SPACES])))
+
+    def _reconfigure(self) -> None:
+        """Let the operator want another policy, or another role or weight of an instance."""
+        chance = self.operator_chance
+        if chance.random() < 0.5 or not self.instances:
+            policy = make_policy(chance.choice(POLICIES))
+            others = (make_policy("least_loaded"), make_policy("session_hash"))
+            self.handle(Reconfigured(policy, others, self.limits, None))
+            return
+        instance = chance.choice(list(self.instances.values()))
+        if self.is_apart:
+            instance.role = chance.choice([Role.PREFILL, Role.DECODE, Role.BOTH])
+        spec = InstanceSpec(instance.id, instance.role, chance.choice([0.5, 1.0, 2.0]))
+        self.handle(InstanceChanged(spec))
 
     # --- sources ----------------------------------------------------------------------------------
 

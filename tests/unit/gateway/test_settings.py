@@ -362,7 +362,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert [problem.split(": ")[1] for problem in problems] == ["listen.port", "health.up_after"]
 
 
-# --- keys of later versions -----------------------------------------------------------------------
+# --- what is shared -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_all_problems_are_told_at_once() -> None:
         "discovery: {kind: static}",
     ],
 )
-def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
+def test_what_happens_anyway_may_be_said(section: str) -> None:
     assert parse(f"{section}\n{ONE}") == parse(ONE)
 
 
@@ -411,7 +411,7 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
         ),
     ],
 )
-def test_a_later_key_that_asks_for_more_is_refused_by_name(section: str, problem: str) -> None:
+def test_what_asks_for_more_is_refused_by_name(section: str, problem: str) -> None:
     assert problems_of(f"{section}\n{ONE}") == (f"m.yaml:1: {problem}",)
 
 
