@@ -132,7 +132,9 @@ def find_changes(old: Settings, new: Settings) -> list[Changed]:
     changes: list[Changed] = []
     for name in Settings.model_fields:
         if name != "instances":
-            changes += _differences((name,), getattr(old, name), getattr(new, name))
+            for found in _differences((name,), getattr(old, name), getattr(new, name)):
+                key = ".".join(str(part) for part in found.path)
+                changes.append(_changed(key, key, found))
     return changes + list(_instance_changes(old, new))
 
 
@@ -148,33 +150,36 @@ def _instance_changes(old: Settings, new: Settings) -> Iterator[Changed]:
     before = {instance.id: instance for instance in old.instances}
     for number, instance in enumerate(new.instances):
         if instance.id in before:
-            found = _differences(("instances", number), before[instance.id], instance)
-            for change in found:
-                key = ".".join(str(part) for part in change.path[2:])
-                yield _changed(f"instances[].{key}", f"instances[{instance.id}].{key}", change.path)
+            for found in _differences(("instances", number), before[instance.id], instance):
+                key = ".".join(str(part) for part in found.path[2:])
+                yield _changed(f"instances[].{key}", f"instances[{instance.id}].{key}", found)
 
 
-def _differences(path: tuple[str | int, ...], old: Any, new: Any) -> list[Changed]:
-    """Return the keys at and below a place whose values differ."""
+class _Difference(NamedTuple):
+    path: tuple[str | int, ...]
+    old: Any
+    new: Any
+
+
+def _differences(path: tuple[str | int, ...], old: Any, new: Any) -> Iterator[_Difference]:
+    """Iterate over the keys at and below a place whose values differ."""
     if old == new:
-        return []
+        return
     sides = [value for value in (old, new) if isinstance(value, BaseModel)]
-    if sides:
-        found: list[Changed] = []
-        for name in type(sides[0]).model_fields:
-            values = (getattr(value, name, None) for value in (old, new))
-            found += _differences((*path, name), *values)
-        return found
-    key = ".".join(str(part) for part in path)
-    entries = [value for value in (old, new) if isinstance(value, list) and value]
-    if entries and isinstance(entries[0][0], BaseModel):
+    if not sides:
+        yield _Difference(path, old, new)
+        return
+    for name in type(sides[0]).model_fields:
+        values = (getattr(value, name, None) for value in (old, new))
+        yield from _differences((*path, name), *values)
+
+
+def _changed(key: str, shown: str, found: _Difference) -> Changed:
+    sides = (found.old, found.new)
+    entries = [entry for side in sides if isinstance(side, list) for entry in side]
+    if entries and isinstance(entries[0], BaseModel):
         # Entries of a list have no names; all their keys have one effect.
-        name = next(iter(type(entries[0][0]).model_fields))
-        return [_changed(f"{key}[].{name}", key, path)]
-    if key == "discovery.kind" and "redis" in (old, new):
-        return [Changed(key, key, path, Effect.RESTART)]  # who is told of what, from the start
-    return [_changed(key, key, path)]
-
-
-def _changed(key: str, shown: str, path: tuple[str | int, ...]) -> Changed:
-    return Changed(key, shown, path, EFFECTS[key])
+        key = f"{key}[].{next(iter(type(entries[0]).model_fields))}"
+    # Who is told of what is settled at the start.
+    needs_restart = key == "discovery.kind" and "redis" in sides
+    return Changed(key, shown, found.path, Effect.RESTART if needs_restart else EFFECTS[key])

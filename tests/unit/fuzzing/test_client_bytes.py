@@ -61,6 +61,7 @@ class Echo:
     def __init__(self) -> None:
         self.settings = SimpleNamespace(limits=LIMITS)
         self.driver = SimpleNamespace(clock=lambda: 0.0)
+        self.readiness = SimpleNamespace(is_draining=False)
         self.access = SimpleNamespace(admit=lambda _: ANYBODY)
         self.bodies: list[bytes] = []
         self.refused: list[int] = []

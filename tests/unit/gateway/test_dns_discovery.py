@@ -52,7 +52,10 @@ def test_ports_become_addresses_at_the_host() -> None:
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ("{kind: redis}", "discovery.kind: Input should be 'static' or 'dns'; got 'redis'"),
+        (
+            "{kind: consul}",
+            "discovery.kind: Input should be 'static', 'dns' or 'redis'; got 'consul'",
+        ),
         ("{kind: dns, port: 1}", "discovery: kind dns needs the name that leads to the instances"),
         (
             "{kind: dns, name: e.test}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
+import pytest
 from pydantic import BaseModel
 
 from moongate.gateway.reloadable import EFFECTS, Effect, describe_instances, find_changes
@@ -80,3 +81,23 @@ def test_instances_that_come_and_go_are_named() -> None:
     new = settings(instances=instances)
     assert find_changes(settings(), new) == []
     assert describe_instances(settings(), new) == ["instances: + c", "instances: - a"]
+
+
+def test_a_change_of_clients_keys_is_one_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "key-of-a")
+    monkeypatch.setenv("B", "key-of-b")
+    keys = [{"tenant": "a", "key_env": "A"}]
+    assert shown(settings(), settings(auth={"keys": keys})) == [("auth.keys", Effect.AT_ONCE)]
+    more = [*keys, {"tenant": "b", "key_env": "B", "requests_per_minute": 9}]
+    assert shown(settings(auth={"keys": keys}), settings(auth={"keys": more})) == [
+        ("auth.keys", Effect.AT_ONCE)
+    ]
+
+
+def test_instances_that_all_gateways_share_are_a_matter_of_the_start() -> None:
+    dns = {"kind": "dns", "name": "engines.x", "port": 8101}
+    shared = {"state": {"kind": "redis", "url": "redis://h:1"}}
+    to_dns = shown(settings(**shared), settings(**shared, discovery=dns))
+    assert ("discovery.kind", Effect.AT_ONCE) in to_dns
+    to_redis = shown(settings(**shared), settings(**shared, discovery={"kind": "redis"}))
+    assert to_redis == [("discovery.kind", Effect.RESTART)]
