@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import ValidationError
 
 from moongate.gateway.dns_names import Address, LookupFailed, Resolve
 from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.roster import Roster
-from moongate.gateway.settings import DiscoverySettings
+from moongate.gateway.settings import DiscoverySettings, InstanceSettings
 from moongate.router import InstanceId
 
 logger = logging.getLogger(__name__)
@@ -84,19 +85,26 @@ class DnsDiscovery:
             self._roster.follow((), [*self._roster.found], 0.0)
             return
         try:
-            addresses = await self._resolve(settings)
+            wanted = await self._find(settings)
         except LookupFailed as error:
             self._note_failure(error)
             return
         self.counts["ok"] += 1
-        self.addresses = len(addresses)
+        self.addresses = len(wanted)
         if self._told_at is not None:
             logger.info("%s is found again", settings.name)
             self._told_at = None
-        wanted = [settings.instance(name_instance(at), *at) for at in sorted(addresses)]
         self._roster.follow(
             wanted, self._count_absences({i.id for i in wanted}, settings), settings.absence_s
         )
+
+    async def _find(self, settings: DiscoverySettings) -> list[InstanceSettings]:
+        """Return what is found now. Raises: LookupFailed, also for addresses that can't be any."""
+        addresses = await self._resolve(settings)
+        try:
+            return [settings.instance(name_instance(at), *at) for at in sorted(addresses)]
+        except ValidationError as error:
+            raise LookupFailed(f"{settings.name}: {error.errors()[0]['msg']}") from error
 
     def _count_absences(self, present: set[str], settings: DiscoverySettings) -> list[InstanceId]:
         """Return the instances that have been missing for long enough."""

@@ -35,6 +35,7 @@ class Zone:
     def __init__(self, *engines: Any) -> None:
         self.engines: tuple[Any, ...] | None = engines
         self.lookups = 0
+        self.also: Address | None = None
         self.settings = DiscoverySettings()  # by which it was asked last
 
     async def resolve(self, settings: DiscoverySettings) -> frozenset[Address]:
@@ -42,7 +43,8 @@ class Zone:
         self.settings = settings
         if self.engines is None:
             raise LookupFailed(f"{settings.name}: no answer")
-        return frozenset(address_of(engine) for engine in self.engines)
+        also = [self.also] if self.also is not None else []
+        return frozenset([*map(address_of, self.engines), *also])
 
     async def passes(self, count: int) -> None:
         """Return when the name has been looked up so many times more, and that was followed."""
@@ -160,6 +162,18 @@ async def test_a_resolver_that_fails_changes_nothing_and_is_told_once(
         await zone.passes(1)
         assert "e.test is found again" in [record.getMessage() for record in caplog.records]
         assert await states(gateway) == both
+
+
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "", r"a\032b"])
+async def test_a_record_that_is_no_address_changes_nothing(pair: Pair, host: str) -> None:
+    a, _ = pair
+    zone = Zone(a)
+    async with live_gateway([], resolve=zone.resolve, discovery=DNS) as gateway:
+        await until(lambda: is_fleet(gateway, {id_of(a): "up"}))
+        zone.also = Address(host, 8000)
+        await zone.passes(5)
+        assert await states(gateway) == {id_of(a): "up"}
+        assert await gateway.metric("moongate_discovery_lookups_total", result="failed") >= 4
 
 
 async def test_one_that_an_operator_removed_stays_away_while_it_is_found(pair: Pair) -> None:
