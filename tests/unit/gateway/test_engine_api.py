@@ -16,7 +16,7 @@ async def test_an_engine_that_is_reset_as_it_connects_is_gone() -> None:
         raise AttributeError("'NoneType' object has no attribute 'getpeername'")
 
     api = EngineApi("http://engine:1", timeout_s=1.0, transport=httpx.MockTransport(reset))
-    with pytest.raises(EngineCallFailed, match="http://engine:1/health: .*getpeername") as failed:
+    with pytest.raises(EngineCallFailed, match=r"http://engine:1/health: .*getpeername") as failed:
         await api.check_health()
     assert failed.value.is_gone
     await api.close()
