@@ -396,6 +396,7 @@ def test_a_later_key_may_say_what_happens_anyway(section: str) -> None:
                 "redis://h:1/x",
                 "redis://h:1/0?foo=1",
                 "redis://",
+                "redis://[::1:6379/0",
                 "unix:///x",
             )
         ),
