@@ -52,7 +52,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="what is logged to standard error (default: info)",
     )  # fmt: skip
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_serve, _add_up, _add_check, _add_explain, _add_sim_engine):
+    for add in (
+        _add_serve, _add_up, _add_check, _add_explain, _add_sim_engine, _add_simulate,
+    ):  # fmt: skip
         add(commands)
     add_engine_commands(commands)
     _add_loadtest(commands)
@@ -268,6 +270,52 @@ def _sim_engine(options: argparse.Namespace) -> int:
     except ScriptError as error:
         return _fail(*str(error).splitlines())
     return sim.run(config)
+
+
+# --- simulate -------------------------------------------------------------------------------------
+
+
+def _add_simulate(commands: Commands) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser(
+        "simulate", help="a fleet in virtual time under several policies, as a table",
+        description="Drives the real routing core on recorded or made-up agents' conversations.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preset", required=True, metavar="NAME",
+        help="what is run: paper-12, paper-60, roomy, tight, affinity, ablation, scale-1000 or faults",
+    )  # fmt: skip
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR",
+        help="recorded traces to play (default: conversations made up like Codex')",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, help="of all chance (default: 1)")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0,
+        help="virtual minutes of each run; the first third isn't measured (default: 60)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write plots (SVG) to this folder"
+    )
+    parser.set_defaults(command=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from moongate.simulator import command
+    from moongate.simulator.presets import PRESETS
+
+    if options.preset not in PRESETS:
+        return _misused(f"unknown preset {options.preset!r}; known: {', '.join(PRESETS)}")
+    if options.minutes <= 0:
+        return _misused(f"--minutes must be more than 0, got {options.minutes}")
+    try:
+        command.simulate(
+            options.preset, seed=options.seed, traces=options.traces, json_file=options.json,
+            plots=options.plots, minutes=options.minutes,
+        )  # fmt: skip
+    except (command.SimulateError, OSError) as error:
+        return _fail(str(error))
+    return EXIT_OK
 
 
 # --- load -----------------------------------------------------------------------------------------

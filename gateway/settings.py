@@ -488,7 +488,8 @@ class ObservabilitySettings(_Section):
     keep_text: bool = False  # of messages, to show where a session diverged; else only hashes
     decisions_max: Annotated[int, Field(ge=1, le=100_000)] = 1000  # receipts kept; 3 KB each
     log_format: LogFormat = "text"  # json: one object a line, for programs
-    otlp_endpoint: OtlpEndpoint | None = None  # a collector, by OTLP/HTTP; None: no traces
+    # A collector, by OTLP/HTTP; null, or "" as of an unset variable: no traces.
+    otlp_endpoint: Annotated[OtlpEndpoint | None, BeforeValidator(lambda url: url or None)] = None
     # Variable with headers for it, as NAME=VALUE,NAME=VALUE (percent-encoded): its key.
     otlp_headers_env: str | None = None
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of traces that no client has begun

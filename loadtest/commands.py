@@ -6,7 +6,7 @@ import argparse
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,6 +190,18 @@ def _add_policies(actions: argparse._SubParsersAction) -> None:  # type: ignore[
     parser.set_defaults(command=_guarded(_policies))
 
 
+def _check_policies(names: Sequence[str]) -> None:
+    """Raises: _Misused for a name that no built-in policy has. One's own `up` loads, or refuses."""
+    from moongate.router.policy import PolicyError, make_policy
+
+    for name in names:
+        if ":" not in name:
+            try:
+                make_policy(name)
+            except PolicyError as error:
+                raise _Misused(f"--policies: {error}") from error
+
+
 def _policies(options: argparse.Namespace) -> int:
     from moongate.loadtest.policies import compare_policies, default_out
     from moongate.loadtest.tables import comparison_table
@@ -197,6 +209,7 @@ def _policies(options: argparse.Namespace) -> int:
     names = [name for name in options.policies.split(",") if name]
     if len(set(names)) < len(names) or not names:
         raise _Misused(f"--policies {options.policies}: name each policy once")
+    _check_policies(names)
     run_options = _run_options(options, options.out or default_out("policies"))
     up_words = ["--engines", str(options.engines), "--engine", options.engine]
     if options.engine_model is not None:

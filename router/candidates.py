@@ -30,6 +30,19 @@ class Seat:
     instance: InstanceState
     holder: Holder
     candidate: Candidate | None = None  # without an overlap; None: to be built
+    sharing: Candidate | None = None  # with the overlap that it was asked for last
+
+    def having(self, overlap_tokens: int, confirmed_tokens: int) -> Candidate:
+        """Return the candidate with this overlap. It must be built.
+
+        *Why* the last is kept: what many candidates have, a system prompt, they have for every request.
+        """
+        kept = self.sharing
+        if kept is not None and kept[8] == overlap_tokens and kept[9] == confirmed_tokens:
+            return kept
+        assert self.candidate is not None
+        self.sharing = self.candidate.having(overlap_tokens, confirmed_tokens)
+        return self.sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class CandidateTable:
         """Note that the holder's load, its sessions or its turn changed."""
         seat = self._seats.get(holder)
         if seat is not None:
-            seat.candidate = None
+            seat.candidate = seat.sharing = None
 
     def reset(self) -> None:
         """Note that an instance came, went, went up or down, was described or suspended."""
@@ -133,7 +146,7 @@ class CandidateTable:
         names = [
             str(seat.holder)
             for seat in self._seats.values()
-            if seat.candidate not in (None, self._build(seat))
+            if not _is_kept_right(seat, self._build(seat))
         ]
         for (model, duty), group in self._groups.items():
             if group != self._gather(model, -math.inf, (), duty):
@@ -183,10 +196,19 @@ class CandidateTable:
         return Candidate(
             holder,
             instance.spec.role,
-            instance.spec.weight,
+            instance.weight,
             self._sources.trust(holder),
             load.active_requests,
             load.queued_prefill_tokens,
             instance.last_chosen.get(holder, 0),
             self._sessions.count(holder),
         )
+
+
+def _is_kept_right(seat: Seat, candidate: Candidate) -> bool:
+    sharing = seat.sharing
+    if sharing is not None and sharing != candidate.having(
+        sharing.overlap_tokens, sharing.confirmed_tokens
+    ):
+        return False
+    return seat.candidate is None or seat.candidate == candidate

@@ -143,6 +143,7 @@ class Chooser:
             departures=departure.lineage.departures,
             tokens_per_ms=self.fleet.tokens_per_ms,
             places=len(candidates) if places is None else places,
+            context_tokens=self.fleet.prefill.context_tokens,
         )
         return _Ranking(policy.rank(situation, candidates, random_below), group, departure)
 
@@ -181,16 +182,18 @@ class Chooser:
         history_tokens = self.lineages.find_history(chain) * block_tokens
         usable_tokens = (request.prompt.token_count - 1) // block_tokens * block_tokens
         enough = min(history_tokens, usable_tokens) or usable_tokens - block_tokens
-        duties = (Duty.ALL, Duty.PREFILL) if request.may_hand_over else (Duty.ALL,)
-        for duty in duties:
-            group = self.table.group(request.model, now, duty=duty)
-            members = self.table.members(group)
-            overlaps = self._overlaps(request.prompt, group, history_tokens)
-            for holder, (confirmed, _) in overlaps.items():
-                queued = members[group.positions[holder]].queued_prefill_tokens
-                is_free = queued <= COVERED_QUEUE_MS * self.fleet.tokens_per_ms
-                if is_free and confirmed >= enough:
-                    return True
+        # Where a prompt may be computed for another instance, the pool decides whether that pays, even
+        # if the one that will answer has all of it.
+        is_handed_over = request.may_hand_over and self.fleet.has_prefill(request.model)
+        duty = Duty.PREFILL if is_handed_over else Duty.ALL
+        group = self.table.group(request.model, now, duty=duty)
+        members = self.table.members(group)
+        overlaps = self._overlaps(request.prompt, group, history_tokens)
+        for holder, (confirmed, _) in overlaps.items():
+            queued = members[group.positions[holder]].queued_prefill_tokens
+            is_free = queued <= COVERED_QUEUE_MS * self.fleet.tokens_per_ms
+            if is_free and confirmed >= enough:
+                return True
         return False
 
     def _place(self, request: Request, group: Group) -> tuple[list[Candidate], Departure, int]:
@@ -202,7 +205,7 @@ class Chooser:
         history_blocks = self.lineages.find_history(chain)
         overlaps = self._overlaps(prompt, group, history_blocks * block_tokens)
         pooled_tokens = (part.tokens for part in request.pool.values())
-        longest_tokens = max(*map(max, overlaps.values()), *pooled_tokens, 0, 0)
+        longest_tokens = max(*map(max, set(overlaps.values())), *pooled_tokens, 0, 0)
         shared_blocks = min(longest_tokens // block_tokens, len(chain))
         lineage = self.lineages.depart(chain, history_blocks, shared_blocks)
         departure = Departure(chain, shared_blocks, lineage)
@@ -219,16 +222,19 @@ class Chooser:
         for space, mask in group.masks.items():
             chain, size, usable_blocks, _ = prompt.known_in(space)
             found = self.index.find_overlaps(chain, usable_blocks, mask, likely_tokens // size)
-            for holder, (confirmed_blocks, blocks) in found.items():
-                tokens[holder] = confirmed_blocks * size, blocks * size
+            in_tokens = {
+                o: (o.confirmed_blocks * size, o.blocks * size) for o in set(found.values())
+            }
+            for holder, overlap in found.items():
+                tokens[holder] = in_tokens[overlap]
         return tokens
 
     def _candidates(self, group: Group, overlaps: dict[Holder, tuple[int, int]]) -> list[Candidate]:
         """Return the group's candidates, replaced by copies with their overlap where there is one."""
-        candidates = self.table.members(group)
+        candidates, seats = self.table.members(group), group.seats
         for holder, (confirmed_tokens, overlap_tokens) in overlaps.items():
             position = group.positions[holder]
-            candidates[position] = candidates[position].having(overlap_tokens, confirmed_tokens)
+            candidates[position] = seats[position].having(overlap_tokens, confirmed_tokens)
         return candidates
 
     def _add_pool(self, request: Request, group: Group, candidates: list[Candidate]) -> None:

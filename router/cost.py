@@ -24,6 +24,7 @@ Rates start from a prior, are learned from observed first-byte times, and are bo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,6 +108,7 @@ class Pricing(NamedTuple):
     best_reuse_tokens: float
     history_tokens: int
     departures: int
+    context_tokens: float = math.inf  # so many before it make a token cost twice as much
 
     def terms_ms(
         self,
@@ -141,10 +143,16 @@ class Pricing(NamedTuple):
         """Return what the prompt costs on a holder that reuses this: `prefill`, `history`, `shared`."""
         tokens_per_ms = self.tokens_per_ms * weight
         departures = self.departures
-        lost_history = max(self.history_tokens - reuse_tokens, 0.0)
-        extra = max(self.best_reuse_tokens - reuse_tokens, 0.0)
+        lost_history = self._span_tokens(reuse_tokens, self.history_tokens)
+        extra = self._span_tokens(reuse_tokens, self.best_reuse_tokens)
         return (
-            max(self.prompt_tokens - reuse_tokens, 0.0) / tokens_per_ms,
+            self._span_tokens(reuse_tokens, self.prompt_tokens) / tokens_per_ms,
             self.weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
             -extra / tokens_per_ms * departures / (1 + departures),
         )
+
+    def _span_tokens(self, begin: float, end: float) -> float:
+        """Return what the tokens in between cost, in tokens of the prompt's beginning."""
+        if end <= begin:
+            return 0.0
+        return (end - begin) * (1 + (begin + end) / 2 / self.context_tokens)

@@ -36,6 +36,7 @@ from moongate.router.model import (
     RequestId,
     Role,
 )
+from moongate.router.rates import PrefillRate, RelativeSpeed
 
 SUSPENSION_S_MIN = 1.0
 SUSPENSION_S_MAX = 30.0
@@ -66,6 +67,7 @@ class InstanceState:
     suspension_s: float = 0.0
     trial: RequestId | None = None  # the request that is out to find out whether it works again
     last_chosen: dict[Holder, int] = field(default_factory=dict)
+    speed: RelativeSpeed = field(default_factory=RelativeSpeed)  # beyond what the operator said
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -97,6 +99,11 @@ class InstanceState:
     def part_of(self, pool: Mapping[KeySpace, PoolPart]) -> PoolPart | None:
         """Return what the pool has for this instance. None: nothing, or it uses no pool."""
         return pool.get(self.key_space) if self.key_space is not None else None
+
+    @property
+    def weight(self) -> float:
+        """Return its speed next to an instance of weight 1: as the operator said, and as was learned."""
+        return self.spec.weight * self.speed.factor
 
     # --- health -----------------------------------------------------------------------------------
 
@@ -148,9 +155,7 @@ class Fleet:
     """All instances, by id, in the order in which they were added."""
 
     def __init__(self, prefill_tokens_per_ms: float) -> None:
-        # One rate for all, scaled by weight: a rate of its own that an instance got from a few
-        # unlucky observations would keep work, and so better observations, away from it.
-        self._prefill = LearnedRate(prefill_tokens_per_ms, OBSERVED_TOKENS_MIN)
+        self.prefill = PrefillRate(LearnedRate(prefill_tokens_per_ms, OBSERVED_TOKENS_MIN))
         self._handoff = LearnedRate(HANDOFF_TOKENS_PER_MS_PRIOR, OBSERVED_TOKENS_MIN)
         self._fetch = LearnedRate(FETCH_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
         self._fetch_disk = LearnedRate(DISK_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
@@ -172,11 +177,25 @@ class Fleet:
     @property
     def tokens_per_ms(self) -> float:
         """Return the expected prefill speed of an instance of weight 1."""
-        return self._prefill.per_ms
+        return self.prefill.per_ms
 
-    def observe_prefill(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
-        """Learn from a prefill that had the instance's prefill to itself."""
-        self._prefill.observe(tokens, elapsed_ms * instance.spec.weight)
+    def observe_prefill(
+        self,
+        instance: InstanceState,
+        tokens: int,
+        reused_tokens: int,
+        elapsed_ms: float,
+        *,
+        is_certain: bool = False,
+    ) -> None:
+        """Learn from a prefill that had the instance's prefill to itself.
+
+        `is_certain`: what it reused is known, so that it tells how fast this very instance is.
+        """
+        work_ms = elapsed_ms * instance.spec.weight
+        if is_certain and self.prefill.is_fitted and tokens >= OBSERVED_TOKENS_MIN and work_ms > 0:
+            instance.speed.observe(self.prefill.expected_ms(tokens, reused_tokens) / work_ms)
+        self.prefill.observe(tokens, reused_tokens, work_ms * instance.speed.factor)
 
     @property
     def handoff_tokens_per_ms(self) -> float:

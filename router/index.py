@@ -41,6 +41,10 @@ NEAR_BLOCKS = 4
 """Blocks before the end of an overlap that are looked up one by one."""
 
 
+NAMED_MIN, NAMED_MAX = 8, 64
+"""Masks of at least so many holders are kept with their names, so many of them."""
+
+
 class Overlap(NamedTuple):
     """Leading blocks that a holder has without a hole. `blocks` counts predictions as well."""
 
@@ -63,6 +67,7 @@ class OwnershipIndex:
         self._by_number: dict[int, Holder] = {}
         self._bits: dict[Holder, int] = {}  # 1 << number: one object for all blocks of its own
         self._free_numbers: list[int] = []
+        self._named: dict[int, tuple[Holder, ...]] = {}  # masks of many that were asked for lately
         self._main = GroupCopies()
         self._masks, self._reusable = self._main.masks, self._main.reusable
         self._sides: dict[SideGroup, GroupCopies] = {}
@@ -108,6 +113,7 @@ class OwnershipIndex:
         number = self._numbers.pop(holder)
         del self._by_number[number], self._bits[holder]
         self._free_numbers.append(number)
+        self._named.clear()
 
     def mask(self, holders: Iterable[Holder]) -> int:
         """Return a set of holders as `find_overlaps` takes it; those not known are left out.
@@ -325,11 +331,9 @@ class OwnershipIndex:
         tiers = [masks for masks in self._reusable if masks]
         have = _look_up(chain, tiers)
         confirmed = _leading_blocks(have, 0, end, among & have(0), likely_blocks)
-        overlaps = {
-            holder: Overlap(blocks, blocks)
-            for mask, blocks in confirmed
-            for holder in self._holders(mask)
-        }
+        overlaps: dict[Holder, Overlap] = {}
+        for mask, blocks in confirmed:
+            overlaps |= dict.fromkeys(self._holders(mask), Overlap(blocks, blocks))
         if self._predicted_masks:
             self._add_predicted(overlaps, chain, end, among, confirmed)
         if self._hybrid & among:
@@ -361,8 +365,7 @@ class OwnershipIndex:
             if going_on:
                 have = _look_up(chain, [*self._reusable, predicted])
                 for longer, blocks in _leading_blocks(have, start, end, going_on):
-                    for holder in self._holders(longer):
-                        overlaps[holder] = Overlap(start, blocks)
+                    overlaps |= dict.fromkeys(self._holders(longer), Overlap(start, blocks))
 
     def _heed_sides(
         self,
@@ -388,7 +391,21 @@ class OwnershipIndex:
                     if not going_on:
                         del overlaps[holder]
 
-    def _holders(self, mask: int) -> Iterator[Holder]:
+    def _holders(self, mask: int) -> Sequence[Holder]:
+        """Return who is meant by a mask.
+
+        *Why* they are kept: a system prompt is held by the same many for hundreds of requests.
+        """
+        named = self._named.get(mask)
+        if named is None:
+            named = tuple(self._read(mask))
+            if len(named) >= NAMED_MIN:
+                if len(self._named) >= NAMED_MAX:
+                    self._named.clear()
+                self._named[mask] = named
+        return named
+
+    def _read(self, mask: int) -> Iterator[Holder]:
         while mask:
             lowest = mask & -mask
             yield self._by_number[lowest.bit_length() - 1]

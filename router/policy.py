@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import heapq
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -65,6 +66,7 @@ class Situation(NamedTuple):
     departures: int  # earlier requests that went on from the same point
     tokens_per_ms: float  # the fleet's prefill rate, of weight 1
     places: int  # how many have to be ranked at least, if there are so many
+    context_tokens: float = math.inf  # so many before it make a token cost twice as much
 
 
 NO_TERMS: Mapping[str, float] = {}
@@ -230,6 +232,7 @@ class KvCost:
             best_reuse_tokens=max(reuses),
             history_tokens=situation.history_tokens,
             departures=situation.departures,
+            context_tokens=situation.context_tokens,
         )
         fetches_ms = [
             pricing.fetch_ms(reuse - worth, c.fetch_ms_per_token)

@@ -43,6 +43,7 @@ from moongate.router.model import (
     Trust,
 )
 from moongate.router.policy import Candidate
+from moongate.router.rates import span_tokens
 from moongate.router.settling import Settling
 
 CONFIRMATION_GRACE_S = 1.0
@@ -197,9 +198,15 @@ class Requests:
             confirmed_tokens=chosen.confirmed_tokens if computes else 0,
             fetching=chosen if chosen.pool_tokens and computes else None,
         )
-        self.loads.reserve(leg.reservation, holder, leg.prefill_tokens, known.usable_blocks)
+        work_tokens = self._work_tokens(leg.prefill_tokens, reused_tokens)
+        self.loads.reserve(leg.reservation, holder, work_tokens, known.usable_blocks)
         self.candidates.touch(holder)
         return leg
+
+    def _work_tokens(self, tokens: int, reused_tokens: int) -> int:
+        """Return what computing these tokens costs, in tokens of a prompt's beginning."""
+        context_tokens = self.fleet.prefill.context_tokens
+        return int(span_tokens(reused_tokens, reused_tokens + tokens, context_tokens))
 
     def _send(self, tracked: Tracked, leg: Leg, now: float) -> None:
         """Note that a leg is sent now: its holder will have what it has not confirmed of the prompt."""
@@ -208,7 +215,8 @@ class Requests:
         if not known.usable_blocks or not self.index.has_holder(leg.holder):
             return
         part = range(chosen.confirmed_tokens // known.block_tokens, known.usable_blocks)
-        will_confirm = chosen.trust is not Trust.APPROXIMATE and not known.is_text
+        # Of a source that has lost events the confirmation may be lost as well, or can't be named.
+        will_confirm = chosen.trust is Trust.EXACT and not known.is_text
         limits = self.limits
         lifetime_s = limits.prediction_s if will_confirm else limits.approximate_prediction_s
         self.index.predict(leg.holder, known.chain[part.start : part.stop], now + lifetime_s)
@@ -268,11 +276,20 @@ class Requests:
         """Learn from the time to the first token: how fast it prefills, or how fast it fetched."""
         fetching, tokens = leg.fetching, leg.prefill_tokens
         if fetching is None or fetching.pool is None:
-            self.fleet.observe_prefill(instance, tokens, elapsed_ms)
+            chosen = leg.place.chosen
+            is_certain = (
+                chosen.trust is Trust.EXACT
+            )  # else it may have had to compute more, or less
+            self.fleet.observe_prefill(
+                instance, tokens, chosen.overlap_tokens, elapsed_ms, is_certain=is_certain
+            )
+            for holder in instance.holders:
+                self.candidates.touch(holder)
             return
         if fetching.pool.weight < 1.0:
             return  # it may not have been there
-        prefill_ms = tokens / (self.fleet.tokens_per_ms * instance.spec.weight)
+        reused_tokens = fetching.overlap_tokens + fetching.pool_tokens
+        prefill_ms = self.fleet.prefill.expected_ms(tokens, reused_tokens) / instance.weight
         fetch_ms = elapsed_ms - prefill_ms
         self.fleet.observe_fetch(instance, fetching.pool, fetching.pool_tokens, fetch_ms)
 

@@ -19,9 +19,13 @@ class Link:
         self._bytes_per_s = bytes_per_s
         self._free_at = float("-inf")
 
+    def free_at(self, now: float) -> float:
+        """Return when what was asked for before will be here."""
+        return max(self._free_at, now)
+
     def carry(self, size_bytes: float, now: float) -> float:
         """Return when `size_bytes` that are asked for now will be here."""
-        self._free_at = max(self._free_at, now) + size_bytes / self._bytes_per_s
+        self._free_at = self.free_at(now) + size_bytes / self._bytes_per_s
         return self._free_at
 
 

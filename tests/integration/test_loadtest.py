@@ -237,11 +237,12 @@ def test_policies_are_compared_by_one_command(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_is_none_is_said(tmp_path: Path) -> None:
-    done = loadtest("policies", "--policies", "magic", "--out", str(tmp_path), expect=1)
-    assert "`moongate up --policy magic` ended" in done.stderr
-    assert not list(tmp_path.iterdir())
     words = ("--users", "2", "--duration", "1s", "--out", str(tmp_path))
-    loadtest("policies", "--policies", "round_robin,magic", *words, *SMALL, expect=1)
+    done = loadtest("policies", "--policies", "kv_cost,kv_kost", *words, *SMALL, expect=2)
+    assert "unknown policy 'kv_kost' (did you mean 'kv_cost'?)" in done.stderr
+    assert not list(tmp_path.iterdir()), "before anything is started"
+    done = loadtest("policies", "--policies", "round_robin,no:Such", *words, *SMALL, expect=1)
+    assert "`moongate up --policy no:Such` ended" in done.stderr
     assert list(json.loads((tmp_path / "comparison.json").read_text())) == ["round_robin"]
     loadtest("policies", "--policies", "kv_cost,kv_cost", expect=2)
 

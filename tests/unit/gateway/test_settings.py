@@ -674,6 +674,12 @@ def test_traces_are_posted_below_the_endpoint(endpoint: str, posted_to: str) -> 
     assert settings.observability.otlp_endpoint == posted_to
 
 
+def test_an_endpoint_that_a_variable_leaves_out_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTLP_X", raising=False)
+    settings = parse(f"observability: {{otlp_endpoint: '${{OTLP_X:-}}'}}\n{ONE}")
+    assert settings.observability.otlp_endpoint is None
+
+
 @pytest.mark.parametrize(
     "endpoint",
     ["collector:4318", "grpc://c:4317", "http://u:p@c:1", "http://c:1/?k=v", "http://c/\n"],

@@ -232,5 +232,5 @@ def test_the_list_of_models_follows_discovery() -> None:
 def test_the_prefill_rate_is_shared_and_scaled_by_weight() -> None:
     fleet = make_fleet(A, B)
     get(fleet, B).spec = InstanceSpec(B, weight=2.0)
-    fleet.observe_prefill(get(fleet, B), tokens=1000, elapsed_ms=100.0)
+    fleet.observe_prefill(get(fleet, B), tokens=1000, reused_tokens=0, elapsed_ms=100.0)
     assert fleet.tokens_per_ms == 5.0

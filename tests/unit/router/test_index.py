@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.router.index import NEAR_BLOCKS, PREDICTIONS_MAX, Overlap, OwnershipIndex
-from moongate.router.model import BlockHash, Holder, SideGroup, Tier
+from moongate.router.index import NAMED_MIN, NEAR_BLOCKS, PREDICTIONS_MAX, Overlap, OwnershipIndex
+from moongate.router.model import BlockHash, Holder, InstanceId, SideGroup, Tier
 
 from .builders import A, B, C
 
@@ -51,6 +51,20 @@ def test_each_holder_has_its_own_overlap_and_one_that_has_none_is_absent() -> No
     store(index, HB, H[0], H[1], H[2])
     store(index, HC, H[1])
     assert overlaps(index, H[:3], 3, [HA, HB, HC]) == {HA: Overlap(1, 1), HB: Overlap(3, 3)}
+
+
+def test_one_that_comes_in_anothers_place_is_told_by_its_own_name() -> None:
+    many = [Holder(InstanceId(f"i{n}")) for n in range(NAMED_MIN + 1)]
+    index = make_index(*many)
+    for holder in many:
+        store(index, holder, H[0])
+    assert overlaps(index, H[:1], 1, many) == dict.fromkeys(many, Overlap(1, 1))
+    index.remove(many[3], Tier.DEVICE, [H[0]])
+    index.remove_holder(many[3])
+    index.add_holder(HA)
+    store(index, HA, H[0])
+    now = [*(h for h in many if h != many[3]), HA]
+    assert overlaps(index, H[:1], 1, now) == dict.fromkeys(now, Overlap(1, 1))
 
 
 def test_a_block_tells_who_has_it_where_it_can_be_reused_and_who_is_to_get_it() -> None:

@@ -504,3 +504,19 @@ def test_an_instance_that_comes_back_prefills_again() -> None:
     assert sent(core, arrived("r", 1, 2, 3)).prefill is None
     hear(core, answered(), InstanceProbed(P, is_healthy=True))
     assert sent(core, arrived("s", 4, 5, 6)).prefill == HP
+
+
+def test_a_decode_instance_that_has_a_turn_does_not_settle_what_the_pool_could_do() -> None:
+    """A prefill instance may fetch it, so that nothing is held up where answers are decoded."""
+    core = core_of()
+    for source in (SourceId(P), SourceId(D)):
+        feed(core, SourceOpened(source, has_replay=False))
+    tokens = tuple(range(20))
+    names = range(1, 11)
+    feed(core, batch(0, stored(*names, tokens=tokens), source=SourceId(D)))
+    whole = dataclasses.replace(request("r", *tokens), may_hand_over=False)
+    assert core.covers(whole, 0.0)
+    handed_over = dataclasses.replace(whole, may_hand_over=True)
+    assert not core.covers(handed_over, 0.0)
+    feed(core, batch(0, stored(*names, tokens=tokens), source=SourceId(P)))
+    assert core.covers(handed_over, 0.0)
