@@ -78,7 +78,10 @@ def _is_own_page(headers: Mapping[str, str]) -> bool:
     would make that server's page one of the gateway's.
     """
     host = headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # a bracket too many
+        return False
     return headers.get("origin") == f"http://{host}" and (name == "localhost" or _is_loop(name))
 
 

@@ -112,6 +112,17 @@ def _is_master(address: str) -> bool:
     return found is not None and int(found["port"]) <= 65_535
 
 
+def _is_redis(url: str) -> bool:
+    """Tell whether it is an address of a Redis, as far as can be told."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a bracket too many
+        return False
+    is_there = parts.scheme in ("redis", "rediss") and bool(parts.hostname)
+    number = parts.path.strip("/") or "0"
+    return is_there and _has_good_port(parts) and not parts.query and number.isdecimal()
+
+
 def _check_key_part(text: str) -> str:
     if not KEY_PART.fullmatch(text):
         raise ValueError("expected visible ASCII characters without a comma, 256 at most")
@@ -459,14 +470,7 @@ class StateSettings(_Section):
             if self.url is not None:
                 raise ValueError("url: only with kind: redis")
             return self
-        try:
-            parts = urlsplit(self.url or "")
-            has_port = _has_good_port(parts)
-        except ValueError:
-            has_port = False
-        number = parts.path.strip("/") if has_port else "?"
-        is_good = parts.scheme in ("redis", "rediss") and bool(parts.hostname)
-        if not (has_port and is_good and not parts.query and (number or "0").isdecimal()):
+        if not _is_redis(self.url or ""):
             raise ValueError("url: expected redis://host:port/number, for kind: redis")
         return self
 

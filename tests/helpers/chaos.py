@@ -47,7 +47,7 @@ class Plan:
     calm_s: tuple[float, float] = (2.0, 32.0)  # after the last has ended: what is measured then
     pause_s: float = 1.5  # of an agent, between its turns
     jump_s: float = 600.0
-    after_tokens: int = 1  # of the answers when all is over
+    asked_after: int = 64  # sessions that take one more turn when all is over
 
 
 @dataclass(slots=True)
@@ -127,25 +127,35 @@ async def run_storm(plan: Plan, logs: Path) -> Report:
         await _work(plan, chance, clock, engines, gateway, sessions, report)
         await until(lambda: gateway.inflight() == 0, HEALED_S)
         await until(lambda: _all_well(gateway, engines), HEALED_S)
-        for session in sessions:
-            if session.messages and session.messages[-1]["role"] == "assistant":
-                session.messages.append({"role": "user", "content": "and now?"})
-                session.shape = replace(shape, answer_tokens=plan.after_tokens)
-                report.after.append(await session.take_turn(is_stream=True))
-                await asyncio.sleep(0.02)
-            await session.close()
+        await _ask_after(plan, sessions, report)
         await _compare(gateway, engines, report)
         report.counted = await _counted(gateway)
-        report.broken_by_engines = sum(engine.proxy.broken for engine in engines)
-        for engine in engines:
-            proxy = engine.events
-            report.events += Counter(
-                passed=proxy.passed, lost=proxy.lost, repeated=proxy.repeated,
-                swapped=proxy.swapped,
-            )  # fmt: skip
+        _add_up(engines, report)
         assert await gateway.metric("moongate_inflight_requests") == 0
         report.held_after = await Held.settled(report.held_before)
     return report
+
+
+async def _ask_after(plan: Plan, sessions: list[Session], report: Report) -> None:
+    """Let some sessions take one more turn, one after the other, and all of them leave."""
+    for session in sessions:
+        is_asked = len(report.after) < plan.asked_after
+        if is_asked and session.messages and session.messages[-1]["role"] == "assistant":
+            session.messages.append({"role": "user", "content": "and now?"})
+            session.shape = replace(session.shape, answer_tokens=1)
+            report.after.append(await session.take_turn(is_stream=True))
+            await asyncio.sleep(0.02)  # for what it evicts to be told
+        await session.close()
+
+
+def _add_up(engines: list[StormEngine], report: Report) -> None:
+    """Note what the proxies saw."""
+    report.broken_by_engines = sum(engine.proxy.broken for engine in engines)
+    for events in (engine.events for engine in engines):
+        report.events += Counter(
+            passed=events.passed, lost=events.lost, repeated=events.repeated,
+            swapped=events.swapped,
+        )  # fmt: skip
 
 
 async def _work(

@@ -14,7 +14,14 @@ from storm_checks import check_storm
 pytestmark = pytest.mark.timeout(90)
 
 SHORT = Plan(
-    seed=8, clean_s=3.0, fault_every_s=0.9, faults=15, fault_s=0.5, gap_s=0.35, calm_s=(0.7, 3.0)
+    seed=8,
+    clean_s=3.0,
+    fault_every_s=0.75,
+    faults=15,
+    fault_s=0.4,
+    gap_s=0.3,
+    calm_s=(0.7, 3.0),
+    asked_after=24,
 )
 
 P99_SLACK_S = 0.5

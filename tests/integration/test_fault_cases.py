@@ -238,6 +238,21 @@ async def test_c101_what_an_engine_has_for_its_operators_is_not_reached(path: st
     assert engine.received == []
 
 
+@pytest.mark.parametrize("origin", ["", "origin: http://[::"])
+async def test_a_host_that_is_none_is_refused_and_no_bug(origin: str) -> None:
+    body_headers = ("content-type: application/json", origin)
+    request = post(b"{}", *body_headers, path="/admin/instances")
+    async with (
+        FakeEngine() as engine,
+        live_gateway([engine.url]) as gateway,
+        raw_client(gateway.port) as client,
+    ):
+        await client.send(request.replace(b"host: gateway", b"host: [::"))
+        answer = await client.answer()
+    assert answer.status == (403 if origin else 400)
+    assert problem_of_error(answer.json()) is None
+
+
 async def test_c106_a_tokenizer_that_is_nowhere_costs_no_request_and_no_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -398,6 +398,7 @@ def test_what_happens_anyway_may_be_said(section: str) -> None:
                 "redis://h:1/x",
                 "redis://h:1/0?foo=1",
                 "redis://",
+                "redis://[::1:6379/0",
                 "unix:///x",
             )
         ),
