@@ -1,7 +1,8 @@
 """What the workers of one machine share, where there is no Redis: a few of its commands, on a dictionary.
 
 Pure: `now` is passed in. Just what `shared_state.py`'s callers use, with Redis' meaning, so that they need not
-know which of the two they speak to. Bounded by bytes: past it nothing more is taken, as a full Redis does.
+know which of the two they speak to. Bounded by bytes: past it what has an end goes, the one that was written or
+prolonged the longest ago first (as Redis does by `volatile-lru`); what alone is larger is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ Reply = int | bytes | str | None | list["Reply"]
 
 ENTRY_BYTES = 200
 """What an entry takes beside its key and value."""
-
-SWEEP_ENTRIES = 1000
-"""Entries that are looked at for their end at a time."""
 
 
 class CommandError(Exception):
@@ -67,10 +65,9 @@ class HubStore:
             raise CommandError(f"ERR wrong arguments for '{name.lower()}'") from error
 
     def sweep(self, now: float) -> None:
-        """Drop what has ended, of the entries that were written or looked at the longest ago."""
-        for key in [*self._entries][:SWEEP_ENTRIES]:
-            if self._find(key, now) is not None:
-                self._entries[key] = self._entries.pop(key)  # the next come first the next time
+        """Drop what has ended. Cost: O(entries)."""
+        for key in [*self._entries]:
+            self._find(key, now)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -126,6 +123,7 @@ class HubStore:
         entry = self._find(key, now)
         if entry is not None:
             entry.expires_at = now + ends_after_s
+            self._entries[key] = self._entries.pop(key)
         return int(entry is not None)
 
     def _set_field(self, arguments: Sequence[bytes], now: float) -> Reply:
@@ -183,10 +181,20 @@ class HubStore:
         """Raises: CommandError."""
         self._drop(key)
         size_bytes = len(key) + entry.size_bytes + ENTRY_BYTES
+        self._make_room(size_bytes)
         if self.size_bytes + size_bytes > self._bytes_max:
             raise CommandError("OOM what workers share is full")
         self.size_bytes += size_bytes
         self._entries[key] = entry
+
+    def _make_room(self, size_bytes: int) -> None:
+        if size_bytes > self._bytes_max:
+            return
+        while self.size_bytes + size_bytes > self._bytes_max:
+            oldest = next((k for k, e in self._entries.items() if e.expires_at is not None), None)
+            if oldest is None:
+                return
+            self._drop(oldest)
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key, None)

@@ -142,21 +142,6 @@ async def test_of_many_at_once_just_as_many_are_let_through_as_there_is_room_for
 # --- the hub alone --------------------------------------------------------------------------------
 
 
-async def test_the_hub_is_bounded_and_forgets_what_has_ended(tmp_path: Path) -> None:
-    hub = Hub(tmp_path / "hub", bytes_max=10_000, clock=time.monotonic, on_gone=lambda _: None)
-    await hub.start()
-    state = SharedState(f"unix://{tmp_path}/hub", timeout_s=0.5, clock=time.monotonic)
-    await state.start()
-    await state.ask(lambda p: [p.set(f"{n}", b"x", px=300) for n in range(20)])
-    with pytest.raises(StateRefused):
-        await ask(state, lambda p: p.set("large", b"x" * 10_000))
-    assert len(hub.store) == 20
-    await until(lambda: len(hub.store) == 0)
-    assert hub.store.size_bytes == 0
-    await state.close()
-    await hub.close()
-
-
 async def test_whose_last_connection_closes_is_gone(tmp_path: Path) -> None:
     gone: list[str] = []
     hub = Hub(tmp_path / "hub", bytes_max=1000, clock=time.monotonic, on_gone=gone.append)
