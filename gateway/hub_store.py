@@ -154,19 +154,27 @@ class HubStore:
         return 1
 
     def _take(self, arguments: Sequence[bytes], now: float) -> Reply:
-        """What `shared_rates.py` has as a script for Redis: key, cost, rate, burst."""
-        key, cost, rate, burst = arguments[0], *map(float, arguments[1:])
-        entry = self._find(key, now)
-        level, at = burst, now
-        if entry is not None:
-            level, at = map(float, _string_of(entry).split())
-        level = min(burst, level + max(0.0, now - at) * rate)
-        is_taken = level >= cost
-        if is_taken:
-            level -= cost
-        ends_at = now + burst / rate + 1.0
-        self._put(key, _Entry(f"{level!r} {now!r}".encode(), ends_at))
-        return [int(is_taken), repr(level).encode()]
+        """What `shared_rates.py` has as a script for Redis, with the same words."""
+        count = int(arguments[0])
+        keys, how, given = arguments[1 : 1 + count], arguments[1 + count], arguments[2 + count :]
+        numbers = [*map(float, given)]
+        if not keys or len(numbers) != 4 * count:
+            raise ValueError(numbers)
+        draws = [numbers[n : n + 4] for n in range(0, len(numbers), 4)]  # cost, needed, rate, burst
+        levels: list[float] = []
+        for key, (_, _, rate, burst) in zip(keys, draws, strict=True):
+            entry = self._find(key, now)
+            text = _string_of(entry).decode() if entry is not None else f"{burst} {now}"
+            level, at = map(float, text.split())
+            levels.append(min(burst, level + max(0.0, now - at) * rate))
+        has_enough = all(level >= d[1] for level, d in zip(levels, draws, strict=True))
+        is_taken = has_enough or how == b"settle"
+        for n, (key, (cost, _, rate, burst)) in enumerate(zip(keys, draws, strict=True)):
+            if is_taken:
+                levels[n] = min(burst, levels[n] - cost)
+            ends_at = now + (burst - levels[n]) / rate + 1.0
+            self._put(key, _Entry(f"{levels[n]!r} {now!r}".encode(), ends_at))
+        return [int(is_taken), *(repr(level).encode() for level in levels)]
 
     # --- entries ----------------------------------------------------------------------------------
 
