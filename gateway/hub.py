@@ -18,7 +18,7 @@ from moongate.gateway.hub_store import CommandError, HubStore, Reply
 
 logger = logging.getLogger(__name__)
 
-SWEEP_INTERVAL_S = 1.0
+SWEEP_INTERVAL_S = 5.0
 
 MESSAGE_BYTES_MAX = 268_435_456
 """Of one command. Past it the connection is closed: no worker sends such a one."""
@@ -41,7 +41,7 @@ class Hub:
         clock: Callable[[], float],
         on_gone: Callable[[str], None],
     ) -> None:
-        self._path = path
+        self.path = path
         self._clock = clock
         self._on_gone = on_gone
         self.store = HubStore(bytes_max)
@@ -53,7 +53,7 @@ class Hub:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Connection(self), str(self._path))
+        self._server = await loop.create_unix_server(lambda: _Connection(self), str(self.path))
         self._sweeping = asyncio.create_task(self._keep_sweeping())
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """What the workers of one machine share, where there is no Redis: a few of its commands, on a dictionary.
 
 Pure: `now` is passed in. Just what `shared_state.py`'s callers use, with Redis' meaning, so that they need not
-know which of the two they speak to. Bounded by bytes: past it nothing more is taken, as a full Redis does.
+know which of the two they speak to. Bounded by bytes: past it what has an end goes, the one that was written or
+prolonged the longest ago first (as Redis does by `volatile-lru`); what alone is larger is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ Reply = int | bytes | str | None | list["Reply"]
 
 ENTRY_BYTES = 200
 """What an entry takes beside its key and value."""
-
-SWEEP_ENTRIES = 1000
-"""Entries that are looked at for their end at a time."""
 
 
 class CommandError(Exception):
@@ -67,10 +65,9 @@ class HubStore:
             raise CommandError(f"ERR wrong arguments for '{name.lower()}'") from error
 
     def sweep(self, now: float) -> None:
-        """Drop what has ended, of the entries that were written or looked at the longest ago."""
-        for key in [*self._entries][:SWEEP_ENTRIES]:
-            if self._find(key, now) is not None:
-                self._entries[key] = self._entries.pop(key)  # the next come first the next time
+        """Drop what has ended. Cost: O(entries)."""
+        for key in [*self._entries]:
+            self._find(key, now)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -126,6 +123,7 @@ class HubStore:
         entry = self._find(key, now)
         if entry is not None:
             entry.expires_at = now + ends_after_s
+            self._entries[key] = self._entries.pop(key)
         return int(entry is not None)
 
     def _set_field(self, arguments: Sequence[bytes], now: float) -> Reply:
@@ -156,19 +154,27 @@ class HubStore:
         return 1
 
     def _take(self, arguments: Sequence[bytes], now: float) -> Reply:
-        """What `shared_rates.py` has as a script for Redis: key, cost, rate, burst."""
-        key, cost, rate, burst = arguments[0], *map(float, arguments[1:])
-        entry = self._find(key, now)
-        level, at = burst, now
-        if entry is not None:
-            level, at = map(float, _string_of(entry).split())
-        level = min(burst, level + max(0.0, now - at) * rate)
-        is_taken = level >= cost
-        if is_taken:
-            level -= cost
-        ends_at = now + burst / rate + 1.0
-        self._put(key, _Entry(f"{level!r} {now!r}".encode(), ends_at))
-        return [int(is_taken), repr(level).encode()]
+        """What `shared_rates.py` has as a script for Redis, with the same words."""
+        count = int(arguments[0])
+        keys, how, given = arguments[1 : 1 + count], arguments[1 + count], arguments[2 + count :]
+        numbers = [*map(float, given)]
+        if not keys or len(numbers) != 4 * count:
+            raise ValueError(numbers)
+        draws = [numbers[n : n + 4] for n in range(0, len(numbers), 4)]  # cost, needed, rate, burst
+        levels: list[float] = []
+        for key, (_, _, rate, burst) in zip(keys, draws, strict=True):
+            entry = self._find(key, now)
+            text = _string_of(entry).decode() if entry is not None else f"{burst} {now}"
+            level, at = map(float, text.split())
+            levels.append(min(burst, level + max(0.0, now - at) * rate))
+        has_enough = all(level >= d[1] for level, d in zip(levels, draws, strict=True))
+        is_taken = has_enough or how == b"settle"
+        for n, (key, (cost, _, rate, burst)) in enumerate(zip(keys, draws, strict=True)):
+            if is_taken:
+                levels[n] = min(burst, levels[n] - cost)
+            ends_at = now + (burst - levels[n]) / rate + 1.0
+            self._put(key, _Entry(f"{levels[n]!r} {now!r}".encode(), ends_at))
+        return [int(is_taken), *(repr(level).encode() for level in levels)]
 
     # --- entries ----------------------------------------------------------------------------------
 
@@ -183,10 +189,20 @@ class HubStore:
         """Raises: CommandError."""
         self._drop(key)
         size_bytes = len(key) + entry.size_bytes + ENTRY_BYTES
+        self._make_room(size_bytes)
         if self.size_bytes + size_bytes > self._bytes_max:
             raise CommandError("OOM what workers share is full")
         self.size_bytes += size_bytes
         self._entries[key] = entry
+
+    def _make_room(self, size_bytes: int) -> None:
+        if size_bytes > self._bytes_max:
+            return
+        while self.size_bytes + size_bytes > self._bytes_max:
+            oldest = next((k for k, e in self._entries.items() if e.expires_at is not None), None)
+            if oldest is None:
+                return
+            self._drop(oldest)
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key, None)

@@ -210,6 +210,10 @@ class _CurrentState(Collector):
         memory = GaugeMetricFamily("moongate_prompt_memory_bytes", "What was tokenised before")
         memory.add_metric([], self._prompts.memory_bytes)
         yield memory
+        if self._core.outbox.is_open:
+            yield GaugeMetricFamily(
+                "moongate_peers", "Other gateways whose load is known", float(len(self._core.peers))
+            )
 
     def _instance_metrics(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("moongate_instance_up", "1 if healthy", labels=["instance"])

@@ -111,9 +111,9 @@ class Peering:
         self._wake.clear()
         if is_whole:
             self._refresh_at = now + REFRESH_S
-        # Else what waited is told once it is up: loads with all others, predictions no more.
-        if self._channel.is_up and not await self._publish(loads, steps, is_whole=is_whole):
-            self._refresh_at = min(self._refresh_at, self._driver.clock() + REFRESH_S)
+        # What can't be sent now is told with all loads, at the latest in a second; predictions are not.
+        if self._channel.is_up:
+            await self._publish(loads, steps, is_whole=is_whole)
 
     async def _publish(
         self,
@@ -122,12 +122,12 @@ class Peering:
         *,
         is_whole: bool = False,
         has_left: bool = False,
-    ) -> bool:
+    ) -> None:
         self._sequence += 1
         message = peer_wire.write(
             self._peer, self._sequence, LEASE_S, loads, steps, is_whole=is_whole, has_left=has_left
         )
-        return await self._channel.publish(CHANNEL, message)
+        await self._channel.publish(CHANNEL, message)
 
     # --- hearing ----------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class SharedState:
                 message = await subscription.get_message(timeout=SILENCE_S)
                 if message is not None:
                     heard_at = self._clock()
-                    on_message(message["data"])
+                    _hand_over(message["data"], on_message)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -189,3 +189,11 @@ class SharedState:
         self._occasional_log.warn(
             f"{self._what} does not answer, so replicas don't know of each other: {reason}"
         )
+
+
+def _hand_over(data: bytes, on_message: Callable[[bytes], None]) -> None:
+    """What one message does wrong must not keep the next ones from being heard."""
+    try:
+        on_message(data)
+    except Exception:
+        logger.exception("a bug of ours")

@@ -23,7 +23,7 @@ from pathlib import Path
 from moongate.gateway import merged_metrics, peer_wire, worker_views
 from moongate.gateway.hub import Hub
 from moongate.gateway.merged_metrics import Retired
-from moongate.gateway.server import listen
+from moongate.gateway.server import ListenError, listen
 from moongate.gateway.settings import Settings
 from moongate.router import PeerId
 
@@ -61,7 +61,10 @@ class Workers:
 
     async def run(self) -> int:
         """Run until a signal asks to stop, or no worker can start. Return the exit code."""
-        await self._hub.start()
+        try:
+            await self._hub.start()
+        except OSError as error:  # such as a path that is too long for a socket
+            raise ListenError(f"workers can't meet at {self._hub.path}: {error}") from error
         self._hub.listen(f"moongate:0:{worker_views.ASK}", self._asked)
         self._hub.listen(REPLY_TO, self._answered)
         asking = asyncio.create_task(self._keep_asking())

@@ -15,7 +15,7 @@ from redis.asyncio.client import Pipeline
 from redis_process import RedisProcess, needs_redis
 
 from moongate.gateway.hub import Hub
-from moongate.gateway.shared_rates import LocalRates, SharedRates
+from moongate.gateway.shared_rates import Draw, LocalRates, SharedRates
 from moongate.gateway.shared_state import SharedState, StateRefused
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -131,6 +131,24 @@ async def test_a_rate_is_kept_by_all_together(state: SharedState) -> None:
     assert 1.5 < wait_s <= 2.0
 
 
+async def test_a_request_draws_on_several_buckets_or_on_none(state: SharedState) -> None:
+    """Tokens are let through while there is one, may be owed, and are settled afterwards."""
+    rates = SharedRates(state)
+
+    def draws(tokens: float) -> list[Draw]:
+        return [Draw("requests", 1, 1, 0.001, 3), Draw("tokens", tokens, 1, 0.001, 1000)]
+
+    assert [round(n) for n in (await rates.draw("t", draws(800), 0.0)).levels] == [2, 200]
+    assert [round(n) for n in (await rates.draw("t", draws(700), 0.0)).levels] == [1, -500]
+    refused = await rates.draw("t", draws(1), 0.0)
+    assert (refused.is_allowed, [round(n) for n in refused.levels]) == (False, [1, -500])
+    assert draws(1)[1].wait_s(refused.levels[1]) == pytest.approx(501_000, rel=0.01)
+    settled = await rates.settle("t", [Draw("tokens", -600, 1, 0.001, 1000)], 0.0)
+    assert (settled.is_allowed, round(settled.levels[0])) == (True, 100)
+    assert (await rates.settle("t", [Draw("tokens", -5000, 1, 0.001, 1000)], 0.0)).levels == (1000,)
+    assert (await rates.draw("u", draws(1), 0.0)).is_allowed
+
+
 async def test_of_many_at_once_just_as_many_are_let_through_as_there_is_room_for(
     state: SharedState,
 ) -> None:
@@ -140,21 +158,6 @@ async def test_of_many_at_once_just_as_many_are_let_through_as_there_is_room_for
 
 
 # --- the hub alone --------------------------------------------------------------------------------
-
-
-async def test_the_hub_is_bounded_and_forgets_what_has_ended(tmp_path: Path) -> None:
-    hub = Hub(tmp_path / "hub", bytes_max=10_000, clock=time.monotonic, on_gone=lambda _: None)
-    await hub.start()
-    state = SharedState(f"unix://{tmp_path}/hub", timeout_s=0.5, clock=time.monotonic)
-    await state.start()
-    await state.ask(lambda p: [p.set(f"{n}", b"x", px=300) for n in range(20)])
-    with pytest.raises(StateRefused):
-        await ask(state, lambda p: p.set("large", b"x" * 10_000))
-    assert len(hub.store) == 20
-    await until(lambda: len(hub.store) == 0)
-    assert hub.store.size_bytes == 0
-    await state.close()
-    await hub.close()
 
 
 async def test_whose_last_connection_closes_is_gone(tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ async def test_without_redis_each_gateway_keeps_the_rate_by_itself(tmp_path: Pat
         await state.start()
         rates = SharedRates(state)
         assert (await rates.take("t", 1, 1.0, 2.0, 0.0)).is_allowed
-        assert 0 < server.client().pttl("moongate:rate:t") <= 3000
+        assert 0 < server.client().pttl("moongate:rate:{t}:requests") <= 3000
         server.freeze()
         began = time.monotonic()
         found = [await rates.take("t", 1, 1.0, 2.0, 0.0) for _ in range(4)]
@@ -227,13 +230,18 @@ async def test_without_redis_each_gateway_keeps_the_rate_by_itself(tmp_path: Pat
 
 async def test_own_buckets_are_bounded_and_fill_with_time() -> None:
     rates = LocalRates(buckets_max=2)
-    assert rates.take("a", 2, 1.0, 2.0, 10.0).is_allowed
-    assert rates.take("a", 2, 1.0, 2.0, 11.0) == (False, 1.0)
-    assert rates.take("a", 2, 1.0, 2.0, 12.0).is_allowed
-    assert not rates.take("a", 2, 1.0, 2.0, 5.0).is_allowed  # a clock that falls gives nothing
-    for key in ("b", "c"):
-        rates.take(key, 1, 1.0, 2.0, 12.0)
+
+    def take(key: str, cost: float, now: float) -> bool:
+        return rates.draw(key, [Draw("requests", cost, cost, 1.0, 2.0)], now).is_allowed
+
+    assert take("a", 2, 10.0)
+    assert not take("a", 2, 11.0)
+    assert take("a", 2, 12.0)
+    assert not take("a", 2, 5.0)  # a clock that falls gives nothing
+    assert [take(key, 1, 12.0) for key in ("b", "c")] == [True, True]
     assert len(rates) == 2
     alone = SharedRates(None)
     assert (await alone.take("a", 1, 1.0, 1.0, 0.0)).is_allowed
-    assert not (await alone.take("a", 1, 1.0, 1.0, 0.0)).is_allowed
+    assert await alone.take("a", 1, 1.0, 1.0, 0.0) == (False, 1.0)
+    owing = await alone.settle("a", [Draw("requests", 5, 1, 1.0, 1.0)], 0.0)
+    assert owing == (True, (-5.0,))
