@@ -202,6 +202,7 @@ class CandidateTable:
             load.queued_prefill_tokens,
             instance.last_chosen.get(holder, 0),
             self._sessions.count(holder),
+            slowness=instance.latency.slowness,
         )
 
 

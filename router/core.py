@@ -256,6 +256,9 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
+        for instance in self.fleet.review_latencies(now):
+            for holder in instance.holders:
+                self.candidates.touch(holder)
         if self.admission is None:
             choice = self._choose(request, now, self._random_below)
             return (
