@@ -9,7 +9,7 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -139,7 +139,11 @@ class RouterCore:
             else None
         )
         admission = self.limits.admission
-        self.admission = Admission(admission, self.fleet, self.loads) if admission.are_on else None
+        self.admission = (
+            Admission(admission, self.fleet, self.loads, self.candidates)
+            if admission.are_on
+            else None
+        )
         """Where instances are bounded, and requests may have to wait. None: all start at once."""
         self._wake_at: float | None = None
 
@@ -400,7 +404,7 @@ class RouterCore:
         request: Request,
         now: float,
         random_below: RandomBelow,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         places: int | None = PLACES,
         duty: Duty = Duty.ALL,
     ) -> Choice | None:
@@ -451,6 +455,7 @@ class RouterCore:
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
+            self.candidates.reset()  # one of its name may still have requests
             return [Probe(event.spec.id)]
         instance = self.fleet.find(event.instance_id)
         if instance is None:
