@@ -209,6 +209,7 @@ def instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> di
         "role": state.spec.role.value,
         "weight": state.spec.weight,
         "state": _state_of(state, driver.clock()),
+        "slowness": round(state.latency.slowness, 2),
         "breaker": {
             "state": state.breaker.state(driver.clock()).name.lower(),
             "openings": state.breaker.openings,

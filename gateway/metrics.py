@@ -230,16 +230,22 @@ class _CurrentState(Collector):
             "moongate_breaker_openings", "Times that an instance's breaker opened",
             labels=["instance"],
         )  # fmt: skip
+        slowness = GaugeMetricFamily(
+            "moongate_instance_slowness",
+            "How many times later first bytes come than from others; 1: like them",
+            labels=["instance"],
+        )  # fmt: skip
         now = self._clock()
         for instance in self._core.fleet:
             name, holders = [instance.spec.id], instance.holders
             breakers.add_metric(name, float(instance.breaker.state(now)))
             openings.add_metric(name, instance.breaker.openings)
+            slowness.add_metric(name, instance.latency.slowness)
             up.add_metric(name, float(instance.is_healthy and instance.facts is not None))
             loads = (self._core.loads.get_own(holder).active_requests for holder in holders)
             inflight.add_metric(name, sum(loads))
             trust.add_metric(name, min(self._core.sources.trust(holder) for holder in holders))
-        yield from (up, inflight, trust, breakers, openings)
+        yield from (up, inflight, trust, breakers, openings, slowness)
 
     def _index_metrics(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(

@@ -13,9 +13,11 @@ Invariants: no more wait than may; none waits that could start, after the core's
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from moongate.router.candidates import CandidateTable
 from moongate.router.commands import Reject, RejectReason
 from moongate.router.fair_queue import CanStart, FairQueue, Waiting
 from moongate.router.fleet import Fleet, InstanceState
@@ -95,9 +97,11 @@ class Admission:
     limits: AdmissionLimits
     fleet: Fleet
     loads: LoadTable
+    candidates: CandidateTable
     queue: FairQueue = field(default_factory=FairQueue)
     rate: StartRate = field(default_factory=StartRate)
     answer_tokens: float = ANSWER_TOKENS_PRIOR
+    _full: set[InstanceId] = field(default_factory=set)
     _deadlines: list[tuple[float, RequestId]] = field(
         default_factory=list
     )  # of some that don't wait
@@ -108,11 +112,19 @@ class Admission:
 
     # --- room -------------------------------------------------------------------------------------
 
-    def full_instances(self) -> list[InstanceId]:
-        """Return those that have no room. Cost: O(instances)."""
-        return [instance.spec.id for instance in self.fleet if not self._has_room(instance)]
+    def full_instances(self) -> set[InstanceId]:
+        """Return those that have no room. Cost: O(instances whose loads have changed)."""
+        touched = self.candidates.take_touched()
+        if touched is None:
+            self._full = {i.spec.id for i in self.fleet if not self.has_room(i)}
+            return self._full
+        for instance_id in touched:
+            instance = self.fleet.find(instance_id)
+            has_room = instance is None or self.has_room(instance)
+            (self._full.discard if has_room else self._full.add)(instance_id)
+        return self._full
 
-    def starter(self, full: Sequence[InstanceId], now: float) -> CanStart:
+    def starter(self, full: AbstractSet[InstanceId], now: float) -> CanStart:
         """Return what tells of each request whether it could start, with these instances full."""
         if len(full) == len(self.fleet):
             return lambda _: False
@@ -128,7 +140,8 @@ class Admission:
 
         return can_start
 
-    def _has_room(self, instance: InstanceState) -> bool:
+    def has_room(self, instance: InstanceState) -> bool:
+        """Tell whether one more request may be given to the instance now."""
         requests = tokens = 0
         for holder in instance.holders:
             load = self.loads.get(holder)
@@ -139,7 +152,7 @@ class Admission:
         has_request = requests_max is None or requests < requests_max
         return has_request and (tokens_max is None or tokens < tokens_max)
 
-    def can_start(self, request: Request, full: Sequence[InstanceId], now: float) -> bool:
+    def can_start(self, request: Request, full: AbstractSet[InstanceId], now: float) -> bool:
         """Tell whether an instance has room for the request, and one to prefill for it, if there are such."""
         fleet, model = self.fleet, request.model
         may_take = fleet.available(model, now, (), _duty_of(request))

@@ -11,7 +11,7 @@ Invariant: what is kept equals what would be built now (`outdated` tells, `invar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from moongate.router.fleet import Fleet, InstanceState
@@ -75,24 +75,33 @@ class CandidateTable:
         self._groups: dict[tuple[str, Duty], Group] = {}
         self._spaces: dict[str, frozenset[BlockSpace]] = {}
         self._source_changes = 0  # as of what is kept
+        self._touched: set[InstanceId] | None = None  # since they were taken; None: perhaps all
 
     def touch(self, holder: Holder) -> None:
         """Note that the holder's load, its sessions or its turn changed."""
+        if self._touched is not None:
+            self._touched.add(holder.instance_id)
         seat = self._seats.get(holder)
         if seat is not None:
             seat.candidate = seat.sharing = None
 
     def reset(self) -> None:
         """Note that an instance came, went, went up or down, was described, or its breaker changed."""
+        self._touched = None
         self._seats.clear()
         self._groups.clear()
         self._spaces.clear()
+
+    def take_touched(self) -> set[InstanceId] | None:
+        """Return whose loads may have changed since the last call. None: those of all."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def group(
         self,
         model: str,
         now: float,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         duty: Duty = Duty.ALL,
     ) -> Group:
         """Return who may take a request for the model now.
@@ -167,7 +176,9 @@ class CandidateTable:
     def _are_breakers_closed(self, model: str) -> bool:
         return all(i.breaker.is_closed for i in self._fleet.serving(model))
 
-    def _gather(self, model: str, now: float, excluded: Sequence[InstanceId], duty: Duty) -> Group:
+    def _gather(
+        self, model: str, now: float, excluded: Collection[InstanceId], duty: Duty
+    ) -> Group:
         seats: list[Seat] = []
         spaces: dict[Holder, BlockSpace] = {}
         for instance in self._fleet.available(model, now, excluded, duty):
@@ -202,6 +213,7 @@ class CandidateTable:
             load.queued_prefill_tokens,
             instance.last_chosen.get(holder, 0),
             self._sessions.count(holder),
+            slowness=instance.latency.slowness,
         )
 
 

@@ -6,7 +6,7 @@ run (`explain`) and a real decision are the same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class Chooser:
         request: Request,
         random_below: RandomBelow,
         now: float,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         places: int | None = PLACES,
         duty: Duty = Duty.ALL,
     ) -> Choice | None:
@@ -127,7 +127,7 @@ class Chooser:
         request: Request,
         random_below: RandomBelow,
         now: float,
-        excluded: Sequence[InstanceId],
+        excluded: Collection[InstanceId],
         places: int | None,
         duty: Duty,
     ) -> _Ranking | None:
@@ -154,7 +154,7 @@ class Chooser:
         local: _Ranking,
         prefill: _Ranking,
         now: float,
-        excluded: Sequence[InstanceId],
+        excluded: Collection[InstanceId],
     ) -> Choice:
         """Return where a request goes that may go to two: to a pair, or to one."""
         weights = getattr(policy, "weights", None)

@@ -9,7 +9,7 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -169,7 +169,11 @@ class RouterCore:
             else None
         )
         admission = self.limits.admission
-        self.admission = Admission(admission, self.fleet, self.loads) if admission.are_on else None
+        self.admission = (
+            Admission(admission, self.fleet, self.loads, self.candidates)
+            if admission.are_on
+            else None
+        )
         """Where instances are bounded, and requests may have to wait. None: all start at once."""
         self._wake_at: float | None = None
 
@@ -288,8 +292,9 @@ class RouterCore:
         """Let other bounds hold. Who waits goes on waiting, or starts if there is room by them."""
         if self.admission is not None:
             self.admission.limits = limits
+            self.candidates.reset()  # who has room is told by other bounds
         elif limits.are_on:
-            self.admission = Admission(limits, self.fleet, self.loads)
+            self.admission = Admission(limits, self.fleet, self.loads, self.candidates)
 
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -319,6 +324,9 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
+        for instance in self.fleet.review_latencies(now):
+            for holder in instance.holders:
+                self.candidates.touch(holder)
         if self.admission is None:
             choice = self._choose(request, now, self._random_below)
             return (
@@ -460,7 +468,7 @@ class RouterCore:
         request: Request,
         now: float,
         random_below: RandomBelow,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         places: int | None = PLACES,
         duty: Duty = Duty.ALL,
     ) -> Choice | None:
@@ -512,6 +520,7 @@ class RouterCore:
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
+            self.candidates.reset()  # one of its name may still have requests
             return [Probe(event.spec.id)]
         instance = self.fleet.find(
             event.spec.id if isinstance(event, InstanceChanged) else event.instance_id

@@ -36,6 +36,7 @@ from moongate.router.model import (
     Role,
 )
 from moongate.router.rates import PrefillRate, RelativeSpeed
+from moongate.router.slowness import Kind, Latencies, Latency
 
 ROLES: Mapping[Duty, frozenset[Role]] = {
     Duty.ALL: frozenset({Role.BOTH, Role.DECODE}),
@@ -59,6 +60,7 @@ class InstanceState:
     breaker: Breaker = field(default_factory=Breaker)
     last_chosen: dict[Holder, int] = field(default_factory=dict)
     speed: RelativeSpeed = field(default_factory=RelativeSpeed)  # beyond what the operator said
+    latency: Latency = field(default_factory=Latency)  # beyond what its speed explains
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -96,6 +98,12 @@ class InstanceState:
         """Return its speed next to an instance of weight 1: as the operator said, and as was learned."""
         return self.spec.weight * self.speed.factor
 
+    @property
+    def kind(self) -> Kind:
+        """Return what it has in common with those that it is compared with."""
+        models = self.facts.models if self.facts is not None else ()
+        return self.spec.role.value, models[0].name if models else ""
+
     # --- health -----------------------------------------------------------------------------------
 
     def probed(self, is_healthy: bool, is_gone: bool, up_after: int, down_after: int) -> bool:
@@ -124,6 +132,7 @@ class Fleet:
         self._handoff = LearnedRate(HANDOFF_TOKENS_PER_MS_PRIOR, OBSERVED_TOKENS_MIN)
         self._fetch = LearnedRate(FETCH_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
         self._fetch_disk = LearnedRate(DISK_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
+        self.latencies = Latencies()
         self._instances: dict[InstanceId, InstanceState] = {}
         self._prefilling: dict[InstanceId, InstanceState] = {}  # of these, those that do only that
         self._cards: dict[str, ModelCard] | None = None  # made when asked for
@@ -175,6 +184,19 @@ class Fleet:
         if is_certain and self.prefill.is_fitted and tokens >= OBSERVED_TOKENS_MIN and work_ms > 0:
             instance.speed.observe(self.prefill.expected_ms(tokens, reused_tokens) / work_ms)
         self.prefill.observe(tokens, reused_tokens, work_ms * instance.speed.factor)
+
+    def observe_first_byte(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
+        """Learn from a first byte that came after so much work: what was ahead of its prompt, and this itself."""
+        expected_ms = tokens / (self.tokens_per_ms * instance.weight)
+        self.latencies.observe(instance.latency, instance.kind, expected_ms, elapsed_ms)
+
+    def review_latencies(self, now: float) -> list[InstanceState]:
+        """Find out who is slow, if it is time. Return those of whom something else is known now."""
+        if not self.latencies.is_due(now):
+            return []
+        states = list(self._instances.values())
+        changed = self.latencies.review(((s.kind, s.latency) for s in states), now)
+        return [state for state in states if any(state.latency is one for one in changed)]
 
     @property
     def handoff_tokens_per_ms(self) -> float:

@@ -129,6 +129,8 @@ def _check_waiting(core: RouterCore) -> None:
     admission = core.admission
     if admission is None:
         return
+    full = {instance.spec.id for instance in core.fleet if not admission.has_room(instance)}
+    assert admission.full_instances() == full, "somebody forgot to tell of a load"
     assert len(admission.queue) <= admission.limits.queue_requests_max
     for waiting in admission.queue:
         assert waiting.request.id not in core.requests, f"{waiting.request.id} waits and runs"

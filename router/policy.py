@@ -42,6 +42,7 @@ class Candidate(NamedTuple):
     confirmed_tokens: int = 0  # of these, said by the engine itself
     pool: PoolPart | None = None  # what the pool has for it; None: nothing
     fetch_ms_per_token: float = 0.0  # from there
+    slowness: float = 1.0  # how many times later first bytes come than from others of its weight
 
     def having(self, overlap_tokens: int, confirmed_tokens: int) -> Candidate:
         """Return the candidate with this overlap."""
@@ -49,7 +50,7 @@ class Candidate(NamedTuple):
 
     def fetching(self, pool: PoolPart, fetch_ms_per_token: float) -> Candidate:
         """Return the candidate with what it could get from the pool."""
-        return Candidate(*self[:10], pool, fetch_ms_per_token)
+        return Candidate(*self[:10], pool, fetch_ms_per_token, self.slowness)
 
     @property
     def pool_tokens(self) -> int:
@@ -122,7 +123,10 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """The one that waited longest. Stays even when instances come, go or serve several models."""
+    """The one that waited longest. Stays even when instances come, go or serve several models.
+
+    A slow instance waits for as many times more turns.
+    """
 
     name: ClassVar[str] = "round_robin"
     reads_prompts: ClassVar[bool] = False
@@ -131,7 +135,7 @@ class RoundRobin:
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
         # Of those that waited equally long the first by name, in whose order they come.
-        first = heapq.nsmallest(situation.places, candidates, key=_last_chosen)
+        first = heapq.nsmallest(situation.places, candidates, key=_turns(candidates))
         return [Ranked(c, Reason.LOAD) for c in first]
 
 
@@ -161,7 +165,7 @@ class LeastLoaded:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        first = heapq.nsmallest(situation.places, candidates, key=_by_load)
+        first = heapq.nsmallest(situation.places, candidates, key=_by_load(candidates))
         return [Ranked(c, Reason.LOAD) for c in first]
 
 
@@ -175,10 +179,10 @@ class PowerOfTwo:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        rest = list(candidates)
+        rest, by_load = list(candidates), _by_load(candidates)
         picked = [rest.pop(random_below(len(rest))) for _ in range(min(2, len(rest)))]
-        others = heapq.nsmallest(situation.places - len(picked), rest, key=_by_load)
-        return [Ranked(c, Reason.LOAD) for c in (*sorted(picked, key=_by_load), *others)]
+        others = heapq.nsmallest(situation.places - len(picked), rest, key=by_load)
+        return [Ranked(c, Reason.LOAD) for c in (*sorted(picked, key=by_load), *others)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +333,7 @@ def price_all(
     prompt_terms: dict[tuple[float, float], tuple[float, float, float, float]] = {}
     costs_ms: list[float] = []
     for candidate, reuse_tokens in zip(candidates, reuses_tokens, strict=True):
-        weight = candidate.weight
+        weight = candidate.weight / candidate.slowness
         terms = prompt_terms.get((weight, reuse_tokens))
         if terms is None:
             terms = pricing.prompt_terms_ms(weight, reuse_tokens)
@@ -376,7 +380,7 @@ def _with_terms(
     pricing: Pricing, candidate: Candidate, reuse_tokens: float, fetch_ms: float
 ) -> Ranked:
     terms_ms = pricing.terms_ms(
-        candidate.weight,
+        candidate.weight / candidate.slowness,
         candidate.queued_prefill_tokens,
         candidate.active_requests,
         candidate.recent_sessions,
@@ -394,14 +398,28 @@ def _with_terms(
 
 
 _last_chosen: Callable[[Candidate], int] = attrgetter("last_chosen")
-_waited_longest: Callable[[Candidate], tuple[int, Holder]] = attrgetter("last_chosen", "holder")
 
 
-def _by_load(candidate: Candidate) -> tuple[float, float, int, Holder]:
-    return (
+def _turns(candidates: Sequence[Candidate]) -> Callable[[Candidate], float]:
+    """Return the order in which candidates have waited, the longest first; turns of slow ones count less."""
+    now = max(map(_last_chosen, candidates)) + 1
+    return lambda candidate: (candidate.last_chosen - now) / candidate.slowness
+
+
+def _by_load(
+    candidates: Sequence[Candidate],
+) -> Callable[[Candidate], tuple[float, float, float, Holder]]:
+    """Return the order of least load.
+
+    A slow instance keeps its requests for longer, so that by their number it has its share; only where that
+    says nothing its turns do.
+    """
+    turns = _turns(candidates)
+    return lambda candidate: (
         candidate.active_requests / candidate.weight,
         candidate.queued_prefill_tokens / candidate.weight,
-        *_waited_longest(candidate),
+        turns(candidate),
+        candidate.holder,
     )
 
 

@@ -63,6 +63,7 @@ class Leg:
     began_at: float
     lacking_tokens: int  # of the prompt, beyond what it has or fetches
     prefill_tokens: int  # of these, what it computes itself: all or none
+    work_tokens: int  # those, and what was ahead of them, in tokens of a prompt's beginning
     had_prefill_alone: bool  # nobody's prompt was ahead
     confirmed_tokens: int = 0  # that the holder was known to have, if it computes the rest
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
@@ -191,18 +192,21 @@ class Requests:
         instance.breaker.begin_trial(request.id)
         reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
         lacking_tokens = max((request.prompt_tokens or 0) - reused_tokens, 0)
+        prefill_tokens = lacking_tokens if computes else 0
+        work_tokens = self._work_tokens(prefill_tokens, reused_tokens)
+        ahead_tokens = self.loads.get(holder).queued_prefill_tokens
         leg = Leg(
             place,
             holder,
             RequestId(f"{request.id}{name}") if name else request.id,
             now,
             lacking_tokens,
-            prefill_tokens=lacking_tokens if computes else 0,
-            had_prefill_alone=self.loads.get(holder).queued_prefill_tokens == 0,
+            prefill_tokens,
+            work_tokens=ahead_tokens + work_tokens,
+            had_prefill_alone=ahead_tokens == 0,
             confirmed_tokens=chosen.confirmed_tokens if computes else 0,
             fetching=chosen if chosen.pool_tokens and computes else None,
         )
-        work_tokens = self._work_tokens(leg.prefill_tokens, reused_tokens)
         self.loads.reserve(leg.reservation, holder, work_tokens, known.usable_blocks)
         self.candidates.touch(holder)
         return leg
@@ -273,6 +277,9 @@ class Requests:
                 self.fleet.observe_handoff(tracked.handed_over_tokens, elapsed_ms)
             elif leg.had_prefill_alone:
                 self._learn_rate(leg, instance, elapsed_ms)
+        is_own = tracked.handed_over_tokens is None and leg.fetching is None
+        if event.shows_prefill and is_own and instance is not None:
+            self.fleet.observe_first_byte(instance, leg.work_tokens, elapsed_ms)
         self.loads.end_prefill(leg.reservation)
         self.candidates.touch(leg.holder)
 

@@ -68,6 +68,7 @@ FIRING: dict[str, dict[str, str]] = {
         'moongate_requests_total{code="200"}': "0+100x60",
         'moongate_retries_total{reason="status"}': "0+10x60",
     },
+    "MoongateInstanceSlow": {'moongate_instance_slowness{instance="a"}': "4x60"},
     "MoongateBreakerOpens": {'moongate_breaker_openings_total{instance="a"}': "0+1x60"},
     "MoongateSlowFirstToken": {
         'moongate_ttft_seconds_bucket{instance="a",le="30"}': "0+1x60",
