@@ -45,6 +45,7 @@ from moongate.gateway.otlp import resource
 from moongate.gateway.peering import Peering
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.rate_sharing import RateSharing
 from moongate.gateway.recent_turns import RecentTurns
 from moongate.gateway.reload import Reloader, ReloadMetrics
 from moongate.gateway.response_sharing import SharedResponses
@@ -53,6 +54,7 @@ from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_rates import SharedRates
 from moongate.gateway.shared_registry import SharedRegistry
 from moongate.gateway.shared_state import SharedState
 from moongate.gateway.trace_export import TraceExporter
@@ -349,6 +351,9 @@ class Gateway:
         state = self._state or self._hub
         if state is None:
             return
+        counters = RateSharing(SharedRates(state))
+        self._opened.push_async_callback(counters.close)
+        self.access.rates = counters
         peering = Peering(self.driver, state, self._peer)
         self._opened.push_async_callback(peering.close)
         peering.start()
