@@ -414,11 +414,11 @@ def _by_load(
     A slow instance keeps its requests for longer, so that by their number it has its share; only where that
     says nothing its turns do.
     """
-    turns = _turns(candidates)
+    now = max(map(_last_chosen, candidates)) + 1  # as in `_turns`
     return lambda candidate: (
         candidate.active_requests / candidate.weight,
         candidate.queued_prefill_tokens / candidate.weight,
-        turns(candidate),
+        (candidate.last_chosen - now) / candidate.slowness,
         candidate.holder,
     )
 

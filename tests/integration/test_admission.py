@@ -229,3 +229,16 @@ async def test_the_retry_after_is_as_long_as_it_takes() -> None:
             assert await asked.statuses() == [200] * 21
             took_s = loop.time() - began
             assert took_s * 0.6 <= int(refused.headers["retry-after"]) <= took_s * 1.5 + 1
+
+
+async def test_when_the_gateway_stops_what_still_waits_is_told_so() -> None:
+    async with gated() as (gateway, gate):
+        asked = Asked(gateway)
+        await asked.ask("runs")
+        await asked.ask("waits")
+        gateway.server.request_stop()
+        answer = await asked.tasks["waits"]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_stopping")
+        assert gate.contents == ["runs"]
+        with contextlib.suppress(httpx.HTTPError):
+            await asked.tasks["runs"]
