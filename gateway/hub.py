@@ -131,6 +131,7 @@ class _Connection(asyncio.Protocol):
         self._received = bytearray()
         self._queued: list[Sequence[bytes]] | None = None  # since MULTI
         self._transport: asyncio.WriteTransport | None = None
+        self._is_subscribed = False
         self.name: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -179,6 +180,8 @@ class _Connection(asyncio.Protocol):
             return b"+QUEUED\r\n"
         if name in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
             return self._subscribe(name, words[1:])
+        if name == b"PING" and self._is_subscribed:
+            return _encode([b"pong", b""])
         return self._perform(words)
 
     def _perform(self, words: Sequence[bytes]) -> bytes:
@@ -188,6 +191,7 @@ class _Connection(asyncio.Protocol):
             return f"-{error}\r\n".encode()
 
     def _subscribe(self, name: bytes, channels: Sequence[bytes]) -> bytes:
+        self._is_subscribed = True
         change = self._hub.subscribe if name == b"SUBSCRIBE" else self._hub.unsubscribe
         replies = []
         for count, channel in enumerate(channels, 1):

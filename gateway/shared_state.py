@@ -35,9 +35,9 @@ FAILURES_MAX = 2
 LISTEN_AGAIN_S = 0.5
 """Between a subscription that has ended and the next try."""
 
-SILENCE_S = 4.0
-"""A subscription in which nothing comes for so long, not even what this gateway has sent itself, is made
-anew: nobody says so when the other end has gone without a word."""
+SILENCE_S = 2.0
+"""After so long without a message a subscription is asked whether it is still there, and after as long
+again made anew: nobody says so when the other end has gone without a word."""
 
 
 class StateUnavailable(Exception):
@@ -137,11 +137,15 @@ class SharedState:
         async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await subscription.subscribe(channel)
-            heard_at = self._clock()
-            while self._clock() - heard_at < SILENCE_S:
+            is_asked = False  # whether it is still there
+            while True:
                 message = await subscription.get_message(timeout=SILENCE_S)
-                if message is not None:
-                    heard_at = self._clock()
+                if message is None and is_asked:
+                    return
+                is_asked = message is None
+                if message is None:
+                    await subscription.ping()
+                elif message["type"] == "message":
                     _hand_over(message["data"], on_message)
 
     # --- calls ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from redis_process import RedisProcess, needs_redis
 
 from moongate.gateway.hub import Hub
 from moongate.gateway.shared_rates import Draw, LocalRates, SharedRates
-from moongate.gateway.shared_state import SharedState, StateRefused
+from moongate.gateway.shared_state import SILENCE_S, SharedState, StateRefused
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -155,6 +155,14 @@ async def test_of_many_at_once_just_as_many_are_let_through_as_there_is_room_for
     rates = [SharedRates(state) for _ in range(4)]
     taken = await asyncio.gather(*(rates[n % 4].take("t", 1, 0.01, 30, 0.0) for n in range(100)))
     assert sum(t.is_allowed for t in taken) == 30
+
+
+async def test_a_subscription_in_which_nothing_comes_goes_on(state: SharedState) -> None:
+    heard: list[bytes] = []
+    state.listen("quiet", heard.append)
+    await asyncio.sleep(2 * SILENCE_S + 0.3)
+    assert await ask(state, lambda p: p.publish(state.channel("quiet"), b"x")) == [1]
+    await until(lambda: heard[-1:] == [b"x"])
 
 
 # --- the hub alone --------------------------------------------------------------------------------

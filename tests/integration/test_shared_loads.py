@@ -202,7 +202,7 @@ async def test_a_gateway_that_stops_frees_what_it_had_at_once(
         await until(lambda: len(one.core.peers) == 0, 1.0)
 
 
-async def chats(gateways: list[LiveGateway], count: int, pause_s: float = 0.02) -> list[float]:
+async def chats(gateways: list[LiveGateway], count: int, pause_s: float = 0.01) -> list[float]:
     """Send chats one by one and return how long each took. All must be answered."""
     took: list[float] = []
     for n in range(count):
@@ -248,14 +248,17 @@ async def test_c82_a_redis_that_fails_costs_no_chat_a_moment_and_heals_in_10_s(
         async with (
             live_gateway([engine.url], state=state) as one,
             live_gateway([engine.url], state=state) as other,
+            live_gateway([engine.url]) as alone,
         ):
             both = [one, other]
             await until(lambda: all(len(gateway.core.peers) == 1 for gateway in both))
-            before = sorted(await chats(both, 100))
+            await chats([*both, alone], 60)
             begin_fault()
-            during = sorted(await chats(both, 200))
-            added_s = during[-2] - before[-2]
-            assert added_s <= 0.05, (before[-5:], during[-5:])
+            took = await chats([*both, alone], 225)
+            # Beside one without Redis, since other things slow this machine down as well.
+            limit_s = max(took[2::3]) + 0.05
+            slow = [seconds for seconds in took if seconds > limit_s]
+            assert len(slow) <= 2, (limit_s, slow)
             if fault not in ("flushed", "read_only"):
                 await until(lambda: _is_up(one, 0))
                 await until(lambda: all(len(g.core.peers) == 0 for g in both), LEASE_S + 2)
