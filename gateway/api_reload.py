@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.reload import Outcome, Reloader, Result
+from moongate.gateway.worker_views import WorkerViews
 
 CODES = {
     Result.FAILED: (400, "invalid_configuration"),
@@ -17,8 +18,8 @@ CODES = {
 }
 
 
-def make_reload_routes(reloader: Reloader | None) -> APIRouter:
-    """Return the routes. `reloader` None: the gateway was not started from a file."""
+def make_reload_routes(reloader: Reloader | None, views: WorkerViews | None = None) -> APIRouter:
+    """Return the routes. `reloader` None: the gateway was not started from a file. `views`: of all workers."""
     router = APIRouter(prefix="/admin/reload")
 
     def get_reloader() -> Reloader:
@@ -34,6 +35,8 @@ def make_reload_routes(reloader: Reloader | None) -> APIRouter:
         outcome = await taken_from.reload()
         if outcome.result is not Result.OK:
             return _refusal(outcome)
+        if views is not None:
+            await views.gather("reload", taken_from.digest.encode())
         return JSONResponse({"changed": list(outcome.changed), "config_hash": taken_from.digest})
 
     @router.get("")

@@ -207,11 +207,13 @@ class Gateway:
         self._reloader = self._make_reloader(
             roster, discovery, prompts, divergences, tracing, metrics
         )
+        if views is not None and self._reloader is not None:
+            views.sources["reload"] = self._reloader.follow
         self._admin = make_admin_app(
             self._live, driver, self._monitor, metrics, self.readiness, roster, self.access,
             self._pooling, self._state, views, self._reloader,
         )  # fmt: skip
-        self._admin.include_router(make_reload_routes(self._reloader))
+        self._admin.include_router(make_reload_routes(self._reloader, views))
         self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(

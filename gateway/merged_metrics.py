@@ -21,6 +21,8 @@ WATCHED_COUNTERS = frozenset(
         "moongate_index_gaps",
         "moongate_engine_cached_tokens",
         "moongate_pool_restarts",
+        "moongate_config_reloads",
+        "moongate_discovery_lookups",
     }
 )
 """Counts of what happened elsewhere, which every worker sees."""

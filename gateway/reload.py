@@ -106,6 +106,12 @@ class Reloader:
                 return self._note(None, Outcome(Result.FAILED, problems=error.problems))
             return self._note(content, await self._take_in(content))
 
+    async def follow(self, digest: bytes) -> bytes:
+        """Reload, if another worker has another file in force, and return which one is here then."""
+        if self.digest.encode() != digest:
+            await self.reload()
+        return self.digest.encode()
+
     async def _keep_watching(self) -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)

@@ -21,6 +21,8 @@ from live_gateway import LiveGateway, live_gateway, until
 from moongate.gateway.app import Gateway
 from moongate.gateway.reloadable import EFFECTS, Effect
 from moongate.router import InstanceId
+from moongate.router.admission import AdmissionLimits
+from moongate.router.breaker import BreakerLimits
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import SimEngine, SimEngineConfig
 
@@ -579,8 +581,30 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
         lambda g: type(logging.getLogger().handlers[0].formatter).__name__[:4].lower(),
     ),
     "observability.sample_ratio": (0.0, lambda g: g._hot_path.observers.tracing._bound),
+    "limits.retry_timeouts": (False, lambda g: g.core.limits.retries_timeouts),
+    "limits.json_depth_max": (9, lambda g: g._hot_path.reader._live.current.limits.json_depth_max),
+    "limits.messages_max": (9, lambda g: g._hot_path.reader._live.current.limits.messages_max),
+    "limits.stop_max": (9, lambda g: g._hot_path.reader._live.current.limits.stop_max),
+    "auth.salt_env": ("MY_KEY", lambda g: g.access._settings.salt_env),
+    "breaker.failures_max": (7, lambda g: breaker(g).failures_max),
+    "breaker.open_s": (7.0, lambda g: breaker(g).open_s),
+    "breaker.open_s_max": (7.0, lambda g: breaker(g).open_s_max),
+    "admission.instance_requests_max": (7, lambda g: bounds(g).instance_requests_max),
+    "admission.instance_prefill_tokens_max": (7, lambda g: bounds(g).instance_prefill_tokens_max),
+    "admission.wait_s_max": (7.0, lambda g: bounds(g).wait_s_max),
     **{f"pool.seeding.{name}": (value, limit(name)) for name, value in SEEDING.items()},
 }
+
+
+def breaker(gateway: Gateway) -> BreakerLimits:
+    state = gateway.core.fleet.find(InstanceId("a"))
+    assert state is not None
+    return state.breaker.limits
+
+
+def bounds(gateway: Gateway) -> AdmissionLimits:
+    admission = gateway.core.admission
+    return gateway.core.limits.admission if admission is None else admission.limits
 
 
 def prompts(gateway: Gateway) -> Any:
@@ -596,9 +620,9 @@ def link(gateway: Gateway) -> Any:
 async def test_every_key_that_holds_at_once_is_seen_to(
     engines: list[SimEngine], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but those of instances, which are below, and of discovery (test_dns_discovery.py)."""
+    """All but those of instances and clients' keys, which are below, and of discovery (test_dns_discovery.py)."""
     at_once = {key for key, effect in EFFECTS.items() if effect is Effect.AT_ONCE}
-    elsewhere = ("instances", "discovery")
+    elsewhere = ("instances", "discovery", "auth.keys")
     assert {key for key in at_once if not key.startswith(elsewhere)} == CHANGES.keys()
     monkeypatch.setenv("MY_KEY", "k")
     headers = {"authorization": "Bearer k"}
@@ -624,6 +648,35 @@ async def test_every_key_that_holds_at_once_is_seen_to(
                 answer = await gateway.client.post("/admin/reload", headers=headers)
                 assert key in answer.json().get("changed", ()), answer.text
                 assert (read(app) == value) == (wanted is content), key
+
+
+async def test_keys_come_change_and_go(
+    engines: list[SimEngine], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GW_A", "gw-1")
+    async with live_gateway([engines[0].url], file=file) as gateway:
+
+        async def ask(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await gateway.chat(headers=headers)).status_code
+
+        assert await ask("anything") == 200
+        one = {"key_env": "GW_A", "tenant": "a"}
+        edit(file, section("auth", keys=[one]))
+        assert (await reload(gateway)).json()["changed"] == ["auth.keys"]
+        assert (await ask("anything"), await ask("gw-1")) == (401, 200)
+        monkeypatch.setenv("GW_A", "gw-2")  # variables are read again
+        edit(file, section("auth", keys=[{**one, "requests_per_minute": 1}]))
+        await reload(gateway)
+        assert [await ask(key) for key in ("gw-1", "gw-2", "gw-2")] == [401, 200, 429]
+        edit(file, section("auth", keys=[{**one, "key_env": "GW_NONE"}]))
+        refused = await reload(gateway)
+        assert refused.status_code == 400
+        assert "GW_NONE" in refused.text
+        assert await ask("gw-2") == 429, "what was in force stays"
+        edit(file, section("auth", keys=[]))
+        await reload(gateway)
+        assert await ask("anything") == 200
 
 
 INSTANCE_CHANGES: dict[str, Any] = {
