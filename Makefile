@@ -7,9 +7,11 @@ LINTED = $(SOURCES) tests scripts examples benchmarks docker
 MODEL = smollm2
 PORT = 8000
 BENCH_ROUNDS ?= 5
+SOAK_SCALE ?= 1
+FUZZ_EXAMPLES ?= 500
 BENCH_RESULTS = benchmarks/results
 
-.PHONY: help setup setup-engine setup-bench setup-sdks setup-deploy images images-test run demo run-real test e2e check bench clean
+.PHONY: help setup setup-engine setup-bench setup-sdks setup-deploy images images-test run demo run-real test e2e soak check bench clean
 
 help:
 	@echo "make run          gateway and 3 simulated engines on localhost (sets up .venv when missing)"
@@ -17,6 +19,7 @@ help:
 	@echo "make run-real     gateway and 2 real vLLM engines with a 135 M-parameter model"
 	@echo "make test         unit, simulation and integration tests"
 	@echo "make e2e          tests against real vLLM engines"
+	@echo "make soak         the long forms of load and fault tests (SOAK_SCALE=1: 40 minutes)"
 	@echo "make check        formatter, linter, types, import contracts"
 	@echo "make images       container images (docker, or buildah where no daemon is)"
 	@echo "make images-test  the services of docker-compose.yml, from their images (root, buildah)"
@@ -64,6 +67,11 @@ test: .venv/.ready .venv-deploy/.ready
 
 e2e: .venv/.ready .venv-engine/.ready .venv-sdks/.ready
 	@$(BIN)/python -m pytest tests/e2e -s
+
+# The long forms. SOAK_SCALE=0.1 shortens them; none of them is in CI, where short ones are.
+soak: .venv/.ready
+	@MOONGATE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/unit/fuzzing --timeout 3600
+	@MOONGATE_SOAK_SCALE=$(SOAK_SCALE) $(BIN)/python -m pytest tests/soak -s
 
 # What this machine can build; ARGS=--all makes it a failure if that is not everything.
 images:

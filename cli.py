@@ -76,25 +76,34 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
     parser.add_argument(
         "--port", type=_port, help="port to listen on, in place of the file's listen.port; 0: any"
     )
+    parser.add_argument(
+        "--workers", type=_count, default=1, metavar="N",
+        help="processes that serve, behind one address (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--hub", help=argparse.SUPPRESS)  # of a worker: where it meets the others
     parser.set_defaults(command=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from moongate.gateway import server
+    from moongate.gateway.config_file import ConfigFile
     from moongate.gateway.logs import use_format
-    from moongate.gateway.settings import ListenSettings, SettingsError, load_settings
+    from moongate.gateway.settings import SettingsError
 
     try:
-        settings = load_settings(options.config)
+        loaded = ConfigFile(options.config, host=options.host, port=options.port).load()
     except SettingsError as error:
         return _fail(*error.problems)
-    use_format(settings.observability.log_format)
-    listen = ListenSettings(
-        host=settings.listen.host if options.host is None else options.host,
-        port=settings.listen.port if options.port is None else options.port,
-    )
+    from moongate.gateway import server  # what serves takes a while to import
+
+    use_format(loaded.settings.observability.log_format)
     try:
-        server.run(settings.model_copy(update={"listen": listen}))
+        if options.workers > 1:
+            from moongate.gateway import workers
+
+            shared = ("-m", "moongate.cli", "--log-level", options.log_level)
+            arguments = [*shared, "serve", "-c", str(options.config.absolute())]
+            return workers.run(loaded.settings, options.workers, arguments)
+        server.run(loaded, options.hub)
     except server.ListenError as error:
         return _fail(str(error))
     return EXIT_OK
@@ -117,6 +126,8 @@ def _check(options: argparse.Namespace) -> int:
         return _fail(*error.problems)
     names = ", ".join(instance.id for instance in settings.instances)
     told = f"instances {names}" if names else "instances: none (they announce themselves)"
+    if settings.discovery.kind == "dns":
+        told = f"instances {names or 'none'}, and those that {settings.discovery.name} leads to"
     print(f"{options.config}: ok; policy {settings.policy.name}, {told}")
     return EXIT_OK
 
@@ -211,12 +222,22 @@ def _add_explain(commands: Commands) -> None:  # type: ignore[type-arg]
         "--admin-key-env", metavar="NAME",
         help="variable with the gateway's admin key (default: MOONGATE_ADMIN_KEY, if it is set)",
     )  # fmt: skip
+    parser.add_argument("--tenant", metavar="NAME", help="whose request it would be")
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="roots to trust for an https gateway (PEM)"
+    )
     parser.set_defaults(command=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
+    import ssl
+
     import httpx
 
+    try:
+        verify = ssl.create_default_context(cafile=options.ca)
+    except (OSError, ssl.SSLError) as error:
+        return _fail(f"--ca {options.ca}: {error.strerror or error}")
     try:
         body = options.file.read_bytes()
     except OSError as error:
@@ -228,9 +249,11 @@ def _explain(options: argparse.Namespace) -> int:
     if key:
         headers["authorization"] = f"Bearer {key}"
     try:
+        given = {"route": options.route, "tenant": options.tenant}
         answer = httpx.post(
             f"{options.url}/admin/explain", content=body, timeout=30.0, trust_env=False,
-            headers=headers, params={"route": options.route} if options.route else None,
+            headers=headers, params={name: value for name, value in given.items() if value},
+            verify=verify,
         )  # fmt: skip
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return _fail(f"{options.url}: {error}")

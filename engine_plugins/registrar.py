@@ -141,8 +141,12 @@ def check_announcement(announcement: Announcement) -> None:
             f"lease_s: {announcement.lease_s} is too short; choose seconds, such as 30"
         )
     for gateway in announcement.gateways:
-        parts = urllib.parse.urlsplit(gateway)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(gateway)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:  # a bracket too many
+            is_address = False
+        if not is_address:
             raise LaunchError(f"announce: {gateway!r} is no http address of a gateway")
 
 

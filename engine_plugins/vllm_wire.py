@@ -125,7 +125,10 @@ def parse_live_frames(frames: Sequence[bytes]) -> Frame:
     """
     if len(frames) != 3:
         raise WireError("frame_count", f"expected topic, sequence, payload; got {len(frames)}")
-    return Frame(frames[0], _parse_sequence(frames[1]), frames[2])
+    frame = Frame(frames[0], _parse_sequence(frames[1]), frames[2])
+    if frame.is_end_of_replay:
+        raise WireError("sequence_value", "the end of a replay, which nobody publishes")
+    return frame
 
 
 def parse_replay_frames(frames: Sequence[bytes]) -> Frame:
@@ -147,7 +150,10 @@ def parse_replay_frames(frames: Sequence[bytes]) -> Frame:
 def _parse_sequence(frame: bytes) -> int:
     if len(frame) != 8:
         raise WireError("sequence_size", f"expected 8 bytes, got {len(frame)}")
-    return int.from_bytes(frame, "big", signed=True)
+    sequence = int.from_bytes(frame, "big", signed=True)
+    if sequence < END_OF_REPLAY:
+        raise WireError("sequence_value", f"no batch has the number {sequence}")
+    return sequence
 
 
 def format_replay_request(from_sequence: int) -> list[bytes]:

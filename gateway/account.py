@@ -16,7 +16,7 @@ from moongate.gateway.receipt import Receipt
 from moongate.gateway.recent import RecentReceipts
 from moongate.gateway.recent_turns import RecentTurns, Turn
 from moongate.gateway.routes import Route
-from moongate.gateway.tracing import STREAM, Tracing
+from moongate.gateway.tracing import QUEUE, STREAM, Tracing
 from moongate.router import Decision, Forward, Request
 from moongate.router.model import InstanceId
 
@@ -53,13 +53,23 @@ class Account:
         self.request_id = request_id
         self.model_label = UNKNOWN_MODEL
         self.session_key: str | None = None
+        self.tenant = ""
         self.receipt: Receipt | None = None  # once it is forwarded
+        self.queue_ms: float | None = (
+            None  # that it waited for an instance with room; None: it didn't
+        )
         self.has_first_byte = False
         self.is_counted = False
 
     def phase_ended(self, phase: SpanForm) -> None:
         if self.trace is not None:
             self.trace.note(phase, self._observers.clock())
+
+    def waited(self, seconds: float) -> None:
+        """It waited for an instance with room."""
+        self.queue_ms = seconds * 1000
+        self._observers.metrics.queue_seconds.observe(seconds)
+        self.phase_ended(QUEUE)
 
     def forwarded(self, forward: Forward, request: Request, *, is_stream: bool) -> None:
         """It is sent somewhere, for the first time or again."""
@@ -89,7 +99,9 @@ class Account:
             is_stream,
             time.time(),
             decision,
+            self.tenant,
             trace.trace_id if trace is not None and trace.is_recorded else None,
+            queue_ms=self.queue_ms,
         )
         self._observers.recent.add(self.receipt)
         now = self._observers.clock()

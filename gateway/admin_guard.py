@@ -12,6 +12,7 @@ from fastapi import Request
 
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
+from moongate.gateway.live_settings import LiveSettings
 
 DRY_RUNS = frozenset({"/admin/explain"})
 """Posts that change nothing."""
@@ -21,39 +22,51 @@ PASSED_ON = ("origin", "forwarded", "x-forwarded-for", "x-real-ip")
 
 
 class AdminGuard:
-    """Who may call `/admin`: with a key configured whoever has it, else changes only from loopback."""
+    """Who may call `/admin`: with a key configured whoever has it, else changes only from loopback, and where
+    clients need keys everything."""
 
-    def __init__(self, key_env: str | None) -> None:
-        self._key = os.environ[key_env].encode() if key_env is not None else None
+    def __init__(self, live: LiveSettings) -> None:
+        self._live = live
 
-    def check(self, request: Request) -> None:
-        """Raises: GatewayError (401, 403)."""
+    def _find_key(self) -> bytes | None:
+        key_env = self._live.current.auth.admin_key_env
+        return os.environ[key_env].encode() if key_env is not None else None
+
+    def check(self, request: Request, *, asks_clients: bool = False) -> None:
+        """`asks_clients`: they need keys, so what others do is not for everybody to read.
+
+        Raises: GatewayError (401, 403).
+        """
         headers = read_headers(request.scope["headers"])
-        if self._key is not None:
+        own_key = self._find_key()
+        if own_key is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             key = given.strip().encode("latin-1", "replace")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key, self._key):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key, own_key):
                 raise GatewayError(
                     401, "the admin key is missing or wrong; send it as a bearer token", "unauthorized",
                     headers={"www-authenticate": "Bearer"},
                 )  # fmt: skip
-        elif request.method not in ("GET", "HEAD") and request.url.path not in DRY_RUNS:
+        elif asks_clients or _changes_something(request):
             _check_is_local(request, headers)
+
+
+def _changes_something(request: Request) -> bool:
+    return request.method not in ("GET", "HEAD") and request.url.path not in DRY_RUNS
 
 
 def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
     """Raises: GatewayError (403)."""
     if not _is_loopback(request):
         raise GatewayError(
-            403, "without auth.admin_key_env, changes are taken from this machine only", "forbidden"
+            403, "without auth.admin_key_env, this is taken from this machine only", "forbidden"
         )
     own = "origin" if _is_own_page(headers) else None
     passed_on = next((name for name in PASSED_ON if name in headers and name != own), None)
     if passed_on is not None:
         raise GatewayError(
             403,
-            f"without auth.admin_key_env, changes with {passed_on} (of a proxy or a browser) are"
-            " not taken",
+            f"without auth.admin_key_env, this is not taken with {passed_on} (of a proxy or a browser)",
             "forbidden",
         )
 
@@ -65,7 +78,10 @@ def _is_own_page(headers: Mapping[str, str]) -> bool:
     would make that server's page one of the gateway's.
     """
     host = headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # a bracket too many
+        return False
     return headers.get("origin") == f"http://{host}" and (name == "localhost" or _is_loop(name))
 
 

@@ -10,21 +10,27 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from moongate.gateway import merged_metrics
+from moongate.gateway.access import Access
 from moongate.gateway.admin_guard import AdminGuard
 from moongate.gateway.api_models import list_models
+from moongate.gateway.api_schema import ERRORS, UNREADY
+from moongate.gateway.client_guard import CallerGuard, family_of, tenant_of
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError, error_body
-from moongate.gateway.metrics import UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
+from moongate.gateway.live_settings import LiveSettings
+from moongate.gateway.metrics import SHED_CODES, UNKNOWN_MODEL, UNMATCHED_ROUTE, Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
+from moongate.gateway.reload import Reloader
 from moongate.gateway.roster import Roster
-from moongate.gateway.settings import Settings
 from moongate.gateway.shared_state import SharedState
+from moongate.gateway.worker_views import WorkerViews
 from moongate.router import Holder, Role, Tier
 from moongate.router.fleet import InstanceState
 
@@ -37,31 +43,37 @@ class Readiness:
 
 
 def make_admin_app(
-    settings: Settings,
+    live: LiveSettings,
     driver: Driver,
     monitor: Monitor,
     metrics: Metrics,
     readiness: Readiness,
     roster: Roster,
+    access: Access,
     pooling: Pooling | None = None,
     state: SharedState | None = None,
+    views: WorkerViews | None = None,
+    reloader: Reloader | None = None,
 ) -> FastAPI:
-    """Return the application for everything that is not proxied."""
+    """Return the application for everything that is not proxied. `views`: of all workers, if several."""
     app = FastAPI(
-        title="moongate", docs_url=None, redoc_url=None, openapi_url="/admin/openapi.json"
+        title="moongate",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/admin/openapi.json",
+        responses=ERRORS,
     )
     core = driver.core
-    guard = AdminGuard(settings.auth.admin_key_env)
+    guard = CallerGuard(access, AdminGuard(live))
 
     @app.middleware("http")
     async def check_caller(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        if request.url.path.startswith("/admin"):
-            try:
-                guard.check(request)
-            except GatewayError as error:
-                return _refusal(error)
+        try:
+            guard.check(request)
+        except GatewayError as error:
+            return _refused_caller(request, error, metrics)
         answer = await call_next(request)
         if request.url.path.startswith("/v1/"):
             # By the route's template, never by what the client wrote in its place.
@@ -72,24 +84,30 @@ def make_admin_app(
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """The process is alive. `degraded` names what it has to do without."""
-        lacking = _lacking(pooling, state)
+        lacking = _lacking(pooling, state, reloader)
         return {"status": "ok", **({"degraded": lacking} if lacking else {})}
 
-    @app.get("/ready")
+    @app.get("/ready", responses=UNREADY)
     async def ready() -> JSONResponse:
         """Whether a request could be routed now, and if not, why. `degraded`: as in `/health`."""
-        reasons, lacking = unready_reasons(driver, readiness), _lacking(pooling, state)
+        reasons = unready_reasons(driver, readiness)
+        lacking = _lacking(pooling, state, reloader)
         degraded = {"degraded": lacking} if lacking else {}
-        body = {"ready": not reasons, "reasons": reasons, **degraded}
+        config = {"config_hash": reloader.digest} if reloader is not None else {}
+        body = {"ready": not reasons, "reasons": reasons, **degraded, **config}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        if views is None:
+            return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        told = await views.gather("metrics")
+        families = merged_metrics.merge([merged_metrics.read(said) for said in told.values()])
+        return Response(merged_metrics.exposition(families), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        listed = list_models(core, settings.models.aliases)
+    async def models(request: Request) -> dict[str, Any]:
+        listed = list_models(core, live.current.models.aliases, tenant_of(request))
         if not listed["data"]:
             raise GatewayError(503, "no instance is up", "no_instance")
         return listed
@@ -133,6 +151,15 @@ def make_admin_app(
     return app
 
 
+def _refused_caller(request: Request, error: GatewayError, metrics: Metrics) -> Response:
+    """Count and answer a request by whoever may not call. What was asked for is not looked at."""
+    if error.code in SHED_CODES:
+        metrics.rejected.add(1, error.code)
+        metrics.requests.add(1, UNMATCHED_ROUTE, UNKNOWN_MODEL, str(error.status))
+    body = error.body(family_of(request.url.path))
+    return _error_response(error.status, body, error.headers)
+
+
 def _refusal(error: GatewayError) -> Response:
     return _error_response(error.status, error.body(), error.headers)
 
@@ -145,11 +172,14 @@ def _code_of(status: int) -> str:
     return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
 
 
-def _lacking(pooling: Pooling | None, state: SharedState | None) -> list[str]:
-    """Return what should be there and doesn't answer: requests are served all the same."""
+def _lacking(
+    pooling: Pooling | None, state: SharedState | None, reloader: Reloader | None
+) -> list[str]:
+    """Return what should be there and isn't: requests are served all the same."""
     lacks_pool = pooling is not None and not pooling.health.is_up
     lacks_redis = state is not None and not state.is_up
-    return ["pool"] * lacks_pool + ["redis"] * lacks_redis
+    lacks_config = reloader is not None and bool(reloader.problems)
+    return ["pool"] * lacks_pool + ["redis"] * lacks_redis + ["configuration"] * lacks_config
 
 
 def unready_reasons(driver: Driver, readiness: Readiness) -> list[str]:
@@ -179,6 +209,11 @@ def instance_as_json(driver: Driver, roster: Roster, state: InstanceState) -> di
         "role": state.spec.role.value,
         "weight": state.spec.weight,
         "state": _state_of(state, driver.clock()),
+        "slowness": round(state.latency.slowness, 2),
+        "breaker": {
+            "state": state.breaker.state(driver.clock()).name.lower(),
+            "openings": state.breaker.openings,
+        },
         "models": [card.name for card in state.facts.models] if state.facts is not None else [],
         "block_size_tokens": size,
         "capacity_tokens": blocks * size if blocks is not None and size is not None else None,
@@ -218,7 +253,7 @@ def _state_of(state: InstanceState, now: float) -> str:
         return "down" if state.was_probed else "unknown"
     if not state.is_healthy:
         return "down"
-    return "suspended" if state.is_suspended(now) else "up"
+    return "up" if state.breaker.lets_through(now) else "suspended"
 
 
 def _index_as_json(driver: Driver, monitor: Monitor) -> dict[str, Any]:

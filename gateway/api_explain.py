@@ -8,13 +8,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from moongate.gateway.access import Access
 from moongate.gateway.admin_guard import read_body
 from moongate.gateway.aliases import Aliases
-from moongate.gateway.body import name_session, parse_body
+from moongate.gateway.api_schema import EXPLAINED
+from moongate.gateway.body import name_session, parse_body, with_cache_salt
 from moongate.gateway.divergence import Divergence, Divergences
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.pooling import Pooling, PromptTokens
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_fields import read_salt
@@ -22,38 +25,49 @@ from moongate.gateway.receipt import decision_as_json
 from moongate.gateway.request_reading import RequestReader
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.routes import PROXIED, PromptKind, Route
-from moongate.gateway.settings import Settings
+from moongate.gateway.tenants import ANYBODY
 from moongate.router import RequestId
 
 
 def make_explain_route(
-    settings: Settings,
+    live: LiveSettings,
     driver: Driver,
     prompts: PromptPipeline,
     turns: ResponseTurns,
+    access: Access,
     divergences: Divergences,
     pooling: Pooling | None = None,
 ) -> APIRouter:
     """Return the route of the dry run."""
-    router, aliases = APIRouter(), Aliases(settings.models.aliases)
-    reader = RequestReader(settings, driver)
+    router = APIRouter()
+    reader = RequestReader(live, driver, access)
 
-    @router.post("/admin/explain")
-    async def explain(request: Request, route: str | None = None) -> JSONResponse:
+    @router.post("/admin/explain", openapi_extra=EXPLAINED)
+    async def explain(
+        request: Request, route: str | None = None, tenant: str | None = None
+    ) -> JSONResponse:
         """Dry run: where a request body would go now, with every candidate and cost term.
 
-        `route`: the one that the body is for; else it is told by the body's fields.
+        `route`: the one that the body is for; else it is told by the body's fields. `tenant`: whose it would be;
+        else nobody's, and what is cached for tenants is not found.
         """
+        settings = live.current
+        aliases = Aliases(settings.models.aliases)
         raw = await read_body(request, settings.limits.body_bytes_max)
         asked = _route_of(raw, route)
         body, _ = aliases.resolve(parse_body(raw, asked), asked)
+        whose = access.tenants.named(tenant) if tenant is not None else ANYBODY
+        if whose.cache_salt is not None and asked.is_cached:
+            body = with_cache_salt(body, whose.cache_salt)
         if asked.kind is PromptKind.RESPONSES:
-            body = (await turns.begin(body, asked)).body
+            body = (await turns.begin(whose.name, body, asked)).body
         model = reader.find_model(body)
         read = await prompts.read(asked, body)
         headers = read_headers(request.scope["headers"])
         policy = reader.find_policy(headers)
-        would_be = reader.request(RequestId("explain"), asked, body, headers, read, model, policy)
+        would_be = reader.request(
+            RequestId("explain"), asked, body, headers, read, model, policy, whose
+        )
         diverges: Divergence | None = None
         if would_be.session_key and read.fields and read.prompt:
             diverges = divergences.explain(

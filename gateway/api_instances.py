@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from moongate.gateway.admin_guard import read_body
+from moongate.gateway.api_schema import ADDED, ANNOUNCED, CHANGED
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import read_headers
 from moongate.gateway.roster import Change, Roster, read_record
@@ -21,17 +22,17 @@ def make_instance_routes(roster: Roster) -> APIRouter:
     """Return the routes that add, renew, drain and remove instances."""
     router = APIRouter(prefix="/admin/instances")
 
-    @router.post("")
+    @router.post("", responses=CHANGED, openapi_extra=ADDED)
     async def add(request: Request) -> JSONResponse:
         """Add an instance; it stays until it is removed, or for `lease_s`."""
         return _changed(roster.add(read_record(await _read_json(request))))
 
-    @router.put("/{instance_id}")
+    @router.put("/{instance_id}", responses=CHANGED, openapi_extra=ANNOUNCED)
     async def announce(instance_id: str, request: Request) -> JSONResponse:
         """An engine says that it is there, or still there, for `lease_s`."""
         return _changed(roster.announce(read_record(await _read_json(request), instance_id)))
 
-    @router.delete("/{instance_id}")
+    @router.delete("/{instance_id}", status_code=202)
     async def leave(instance_id: str, *, withdrawn: bool = False) -> JSONResponse:
         """Drain an instance, then remove it. `withdrawn`: it is its engine that says so."""
         if withdrawn:

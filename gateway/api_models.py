@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moongate.gateway.tenants import ANYBODY, Tenant
 from moongate.router import RouterCore
 
 
-def list_models(core: RouterCore, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Return the list of models that a healthy instance serves, each once, and of their aliases."""
+def list_models(
+    core: RouterCore, aliases: Mapping[str, str], tenant: Tenant = ANYBODY
+) -> dict[str, Any]:
+    """Return the list of models that a healthy instance serves, each once, and of their aliases: of those that
+    the tenant may ask for."""
     cards: dict[str, Any] = {}
     for instance in core.fleet:
         if not instance.is_healthy or instance.facts is None:
@@ -31,4 +35,5 @@ def list_models(core: RouterCore, aliases: Mapping[str, str]) -> dict[str, Any]:
     for alias, served in aliases.items():
         if served in cards:
             cards[alias] = {**cards[served], "id": alias, "root": served}
-    return {"object": "list", "data": list(cards.values())}
+    data = [card for name, card in cards.items() if tenant.may_use(name, aliases.get(name))]
+    return {"object": "list", "data": data}

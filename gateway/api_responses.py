@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from moongate.gateway.background import Background
+from moongate.gateway.client_guard import tenant_of
 from moongate.gateway.response_turns import ResponseTurns
 
 JSON = "application/json"
@@ -19,6 +20,7 @@ def make_response_routes(turns: ResponseTurns, background: Background) -> APIRou
 
     @routes.get("/v1/responses/{response_id}")
     async def retrieve(
+        request: Request,
         response_id: str,
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
@@ -28,20 +30,22 @@ def make_response_routes(turns: ResponseTurns, background: Background) -> APIRou
         `stream`: the events of one in the background, those to come included, behind the one whose
         `sequence_number` is `starting_after`.
         """
+        name = tenant_of(request).name, response_id
         if stream:
-            events = await background.follow(response_id, starting_after)
+            events = await background.follow(name, starting_after)
             return StreamingResponse(events, media_type="text/event-stream")
-        return Response((await turns.find(response_id, "response_id")).response, media_type=JSON)
+        return Response((await turns.find(*name, "response_id")).response, media_type=JSON)
 
     @routes.delete("/v1/responses/{response_id}")
-    async def forget(response_id: str) -> dict[str, object]:
+    async def forget(request: Request, response_id: str) -> dict[str, object]:
         """Forget a stored response; responses that continue it stay whole."""
-        await background.delete(response_id)
+        await background.delete((tenant_of(request).name, response_id))
         return {"id": response_id, "object": "response", "deleted": True}
 
     @routes.post("/v1/responses/{response_id}/cancel")
-    async def cancel(response_id: str) -> Response:
+    async def cancel(request: Request, response_id: str) -> Response:
         """End what runs in the background; a client just closes the others."""
-        return Response(await background.cancel(response_id), media_type=JSON)
+        name = tenant_of(request).name, response_id
+        return Response(await background.cancel(name), media_type=JSON)
 
     return routes

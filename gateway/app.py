@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import FastAPI
 
 from moongate import __version__
-from moongate.gateway.api_admin import Readiness, make_admin_app
+from moongate.gateway.access import Access
+from moongate.gateway.api_admin import Readiness, make_admin_app, unready_reasons
 from moongate.gateway.api_decisions import make_decision_route
 from moongate.gateway.api_explain import make_explain_route
 from moongate.gateway.api_instances import make_instance_routes
 from moongate.gateway.api_live import make_live_routes
+from moongate.gateway.api_reload import make_reload_routes
 from moongate.gateway.api_responses import make_response_routes
 from moongate.gateway.client_protocol import ClientRequest
+from moongate.gateway.config_file import Loaded
 from moongate.gateway.divergence import Divergence, Divergences
+from moongate.gateway.dns_discovery import DiscoveryMetrics, DnsDiscovery
+from moongate.gateway.dns_names import Resolve, Resolver
 from moongate.gateway.driver import Driver, Recorder
 from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
@@ -27,34 +36,57 @@ from moongate.gateway.headers import clean_request_id, make_request_id, read_hea
 from moongate.gateway.hotpath import HotPath
 from moongate.gateway.links import Links
 from moongate.gateway.live import LiveFeed
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.live_view import LiveView
+from moongate.gateway.logs import use_format
 from moongate.gateway.metrics import Metrics
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.otlp import resource
+from moongate.gateway.peering import Peering
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
+from moongate.gateway.rate_sharing import RateSharing
 from moongate.gateway.recent_turns import RecentTurns
+from moongate.gateway.reload import Reloader, ReloadMetrics
 from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import ResponseStore
 from moongate.gateway.response_turns import ResponseTurns
 from moongate.gateway.roster import Roster
 from moongate.gateway.seeding import Seeding
 from moongate.gateway.settings import Settings
+from moongate.gateway.shared_rates import SharedRates
+from moongate.gateway.shared_registry import SharedRegistry
 from moongate.gateway.shared_state import SharedState
 from moongate.gateway.trace_export import TraceExporter
 from moongate.gateway.tracing import Tracing
+from moongate.gateway.worker_views import WorkerViews
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
 from moongate.kvpool.store import PoolStore
-from moongate.router import RouterCore, RouterLimits, make_policy
+from moongate.router import (
+    PeerId,
+    Reconfigured,
+    RouterCore,
+    RouterLimits,
+    SeedingLimits,
+    make_policy,
+)
 from moongate.router.policy import BUILT_IN, Policy
+
+logger = logging.getLogger(__name__)
 
 MEMORY_POOL_BYTES = 1 << 30
 """Of a pool in this process that nobody has given: no engine can reach it, so it stays empty."""
 
 POOL_TIMEOUT_S = 2.0
 """For a call to the pool's master that no turn waits for; those have their own, shorter budget."""
+
+WORKER_READY_S = 10.0
+"""For a worker to find its instances before it listens, also if there are none."""
+
+HUB_TIMEOUT_S = 0.05
+"""For a call to the workers' hub on a request's way."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -76,14 +108,26 @@ class Gateway:
         seed: int | None = None,
         recorder: Recorder | None = None,
         pool: PoolStore | None = None,
+        hub: str | None = None,
+        loaded: Loaded | None = None,
+        resolve: Resolve | None = None,
     ) -> None:
-        """`pool`: the one in this process, for `pool.kind: memory`."""
-        self.settings = settings
+        """`pool`: the one in this process, for `pool.kind: memory`. `hub`: the socket at which it meets
+        other workers. `loaded`: the file of the settings, to be reloaded when it changes; None: they came
+        from elsewhere, and stay. `resolve`: in place of DNS."""
+        self._live = LiveSettings(settings)
+        self._loaded = loaded
+        self._resolve = resolve or Resolver().resolve
         self._pool = pool
         self.readiness = Readiness()
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
-        self.core = make_core(settings, chance.randrange)
+        self._peer = PeerId(make_request_id())
+        self._hub_path = hub
+        self._hub: SharedState | None = None
+        has_peers = settings.state.kind != "memory" or hub is not None
+        self.core = make_core(settings, chance.randrange, self._peer if has_peers else None)
         self.driver = Driver(self.core, clock, recorder)
+        self.access = Access(settings.auth, clock)
         self._clock = clock
         self._opened = AsyncExitStack()
         self._links: Links | None = None
@@ -94,6 +138,12 @@ class Gateway:
         self._exporter: TraceExporter | None = None
         self._admin: FastAPI | None = None
         self._view: LiveView | None = None
+        self._reloader: Reloader | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force."""
+        return self._live.current
 
     @property
     def view(self) -> LiveView:
@@ -111,7 +161,7 @@ class Gateway:
         Raises whatever failed; then `stop` closes what has been opened.
         """
         settings, driver, opened = self.settings, self.driver, self._opened
-        self._links = Links(settings)
+        self._links = Links(self._live)
         opened.push_async_callback(self._links.close)
         prompts = PromptPipeline(
             mode=settings.tokenizer.mode,
@@ -125,15 +175,15 @@ class Gateway:
         )
         opened.callback(prompts.close)
         opened.callback(driver.close)
-        metrics = Metrics(self.core, prompts)
+        metrics = Metrics(self.core, prompts, self._clock)
         self._pooling = self._make_pooling(metrics)
         self._monitor = Monitor(
-            driver, self._links, settings.health, prompts, self._clock,
-            opens_sources=self.core.policy.name != "prefix_affinity", pooling=self._pooling,
-        )  # fmt: skip
+            driver, self._links, self._live, prompts, self._clock, self._pooling
+        )
         opened.push_async_callback(self._monitor.close)
         seeding = self._make_seeding(metrics)
-        turns = await self._make_turns()
+        await self._connect()
+        turns = self._make_turns()
         metrics.watch(self._monitor, self._pooling, self._state)
         recent = RecentTurns()
 
@@ -142,49 +192,189 @@ class Gateway:
             recent.note_divergence(found, self._clock())
 
         divergences = Divergences(note_divergence, keeps_text=settings.observability.keep_text)
+        tracing = self._make_tracing(metrics)
         self._hot_path = HotPath(
-            settings, driver, self._links, prompts, metrics, turns, divergences, recent,
-            self._pooling, seeding, self._make_tracing(metrics),
+            self._live, driver, self._links, prompts, metrics, turns, divergences, recent,
+            self.access, self._pooling, seeding, tracing,
         )  # fmt: skip
         opened.push_async_callback(self._hot_path.close)
-        roster = Roster(
-            driver, self._links, self._monitor, self._clock, drain_limit_s=settings.drain.limit_s
-        )
+        roster = Roster(driver, self._links, self._monitor, self._clock, self._live)
         opened.push_async_callback(roster.close)
+        views = self._make_views(metrics)
+        discovery = DnsDiscovery(self._live, roster, self._resolve, self._clock)
+        opened.push_async_callback(discovery.close)
+        metrics.registry.register(DiscoveryMetrics(discovery))
+        self._reloader = self._make_reloader(
+            roster, discovery, prompts, divergences, tracing, metrics
+        )
+        if views is not None and self._reloader is not None:
+            views.sources["reload"] = self._reloader.follow
         self._admin = make_admin_app(
-            settings, driver, self._monitor, metrics, self.readiness, roster, self._pooling,
-            self._state,
+            self._live, driver, self._monitor, metrics, self.readiness, roster, self.access,
+            self._pooling, self._state, views, self._reloader,
         )  # fmt: skip
+        self._admin.include_router(make_reload_routes(self._reloader, views))
         self._admin.include_router(make_instance_routes(roster))
         self._admin.include_router(make_response_routes(turns, self._hot_path.background))
         self._admin.include_router(
-            make_explain_route(settings, driver, prompts, turns, divergences, self._pooling)
+            make_explain_route(
+                self._live, driver, prompts, turns, self.access, divergences, self._pooling
+            )
         )
         self._view = LiveView(
             driver, roster, metrics, recent, prompts, self.readiness, self._pooling
         )
         feed = LiveFeed(self._view, lambda: self.readiness.is_draining)
         self._admin.include_router(make_live_routes(feed))
-        self._admin.include_router(make_decision_route(self._hot_path.recent))
+        self._admin.include_router(make_decision_route(self._hot_path.recent, views))
         if self._exporter is not None:
             self._exporter.start()
         if self._pooling is not None:
             self._pooling.start()
         self._monitor.start()
         roster.start()
+        self._start_sharing(roster)
+        self.access.start()
+        opened.push_async_callback(self.access.close)
+        discovery.start()
+        if self._reloader is not None:
+            self._reloader.start()
+        if self._hub is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WORKER_READY_S):
+                    await self._until_ready()
 
-    async def _make_turns(self) -> ResponseTurns:
-        stored, shared = self.settings.responses, self.settings.state
+    def _make_reloader(
+        self,
+        roster: Roster,
+        discovery: DnsDiscovery,
+        prompts: PromptPipeline,
+        divergences: Divergences,
+        tracing: Tracing | None,
+        metrics: Metrics,
+    ) -> Reloader | None:
+        """Return what takes changes of the file in, None without a file. Here is who is told of them."""
+        if self._loaded is None:
+            return None
+        assert self._links is not None
+        assert self._hot_path is not None
+        links, hot_path, pooling = self._links, self._hot_path, self._pooling
+
+        def renew(settings: Settings) -> None:
+            links.follow_limits()
+            hot_path.renew(settings)
+            prompts.set_limits(
+                budget_s=settings.tokenizer.budget_ms / 1000,
+                waiting_max=settings.limits.queue_requests_max,
+                memory_bytes_max=settings.limits.prompt_memory_bytes_max,
+            )
+            divergences.keep_text(keeps_text=settings.observability.keep_text)
+            if tracing is not None:
+                tracing.sample(settings.observability.sample_ratio)
+            if pooling is not None:
+                pooling.budget_s = settings.pool.lookup_budget_ms / 1000
+            use_format(settings.observability.log_format)
+            discovery.renew()
+
+        reloader = Reloader(
+            self._loaded,
+            self._live,
+            (self._prepare_core, roster.prepare, self._prepare_access),
+            renew,
+        )
+        self._opened.push_async_callback(reloader.close)
+        metrics.registry.register(ReloadMetrics(reloader))
+        return reloader
+
+    def _prepare_access(self, settings: Settings) -> Callable[[], None]:
+        """Return what lets another file's keys hold. Raises: KeyUnreadable."""
+        return self.access.prepare(settings.auth)
+
+    def _prepare_core(self, settings: Settings) -> Callable[[], None]:
+        """Return what lets the core route as another file says. Raises: PolicyError."""
+        is_same_policy = settings.policy == self.settings.policy
+        policy, others = (
+            (self.core.policy, self.core.others) if is_same_policy else make_policies(settings)
+        )
+        event = Reconfigured(policy, others, make_limits(settings), make_seeding(settings))
+        return functools.partial(self._reconfigure, event)
+
+    def _reconfigure(self, event: Reconfigured) -> None:
+        before = self.core.policy.name
+        self.driver.handle(event)
+        if self.core.policy.name != before:
+            self.monitor.describe_all()  # which events are wanted is the policy's
+
+    def reload_soon(self) -> None:
+        """Read the configuration file again, as SIGHUP asks."""
+        if self._reloader is not None:
+            self._reloader.ask()
+        else:
+            logger.warning("SIGHUP: there is no configuration file to be read again")
+
+    async def _until_ready(self) -> None:
+        """Wait until each instance has been looked at once, and there is one to send to.
+
+        A worker that listened before would refuse what its siblings could serve.
+        """
+        while True:
+            await asyncio.sleep(0.05)
+            are_known = all(instance.was_probed for instance in self.core.fleet)
+            if are_known and not unready_reasons(self.driver, self.readiness):
+                return
+
+    async def _connect(self) -> None:
+        """Meet other gateways, in Redis and at the hub, where there are some."""
+        shared = self.settings.state
+        if shared.url is not None:
+            timeout_s = shared.timeout_ms / 1000
+            self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
+        if self._hub_path is not None:
+            self._hub = SharedState(
+                f"unix://{self._hub_path}", timeout_s=HUB_TIMEOUT_S, clock=self._clock,
+                name=self._peer,
+            )  # fmt: skip
+        for state in (self._state, self._hub):
+            if state is not None:
+                self._opened.push_async_callback(state.close)
+                await state.start()
+
+    def _make_turns(self) -> ResponseTurns:
+        stored, state = self.settings.responses, self._state or self._hub
         store = ResponseStore(stored.ttl_s, stored.bytes_max)
-        if shared.url is None:
+        if state is None:
             return ResponseTurns(store, self._clock)
-        timeout_s = shared.timeout_ms / 1000
-        self._state = SharedState(shared.url, timeout_s=timeout_s, clock=self._clock)
-        self._opened.push_async_callback(self._state.close)
-        await self._state.start()
-        responses = SharedResponses(store, self._state, stored.ttl_s)
+        responses = SharedResponses(store, state, stored.ttl_s)
         self._opened.push_async_callback(responses.close)
         return ResponseTurns(store, self._clock, responses)
+
+    def _start_sharing(self, roster: Roster) -> None:
+        """Begin to tell other gateways what this one does, and to heed what they do."""
+        state = self._state or self._hub
+        if state is None:
+            return
+        counters = RateSharing(SharedRates(state))
+        self._opened.push_async_callback(counters.close)
+        self.access.rates = counters
+        peering = Peering(self.driver, state, self._peer)
+        self._opened.push_async_callback(peering.close)
+        peering.start()
+        is_by_redis = self.settings.discovery.kind == "redis"
+        registered = self._state if is_by_redis else self._hub
+        if registered is not None:
+            registry = SharedRegistry(roster, registered, self._peer, self._clock, time.time)
+            self._opened.push_async_callback(registry.close)
+            registry.start()
+
+    def _make_views(self, metrics: Metrics) -> WorkerViews | None:
+        """Return what answers for all workers; None where this process is all."""
+        if self._hub is None:
+            return None
+        views = WorkerViews(self._hub, self._peer)
+        views.sources["metrics"] = metrics.tell
+        self._opened.push_async_callback(views.close)
+        views.start()
+        return views
 
     def _make_seeding(self, metrics: Metrics) -> Seeding | None:
         if self.core.seeder is None:
@@ -265,7 +455,8 @@ class Gateway:
             await self._lifespan(receive, send)
             return
         assert self._admin is not None
-        await self._admin(scope, receive, _with_request_id(scope, send))
+        is_secret = self.access.tenants.are_in
+        await self._admin(scope, receive, _with_request_id(scope, send, is_secret))
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -283,12 +474,12 @@ class Gateway:
                 return
 
 
-def _with_request_id(scope: Scope, send: Send) -> Send:
+def _with_request_id(scope: Scope, send: Send, is_secret: Callable[[bytes], bool]) -> Send:
     """Return a `send` that adds the request's id to the answer's headers, as on proxied routes."""
     if scope["type"] != "http":
         return send
     given = read_headers(scope["headers"]).get("x-request-id")
-    request_id = clean_request_id(given) or make_request_id()
+    request_id = clean_request_id(given, is_secret) or make_request_id()
 
     async def send_with_id(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -298,17 +489,35 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
     return send_with_id
 
 
-def make_core(settings: Settings, random_below: Callable[[int], int]) -> RouterCore:
-    """Return the routing core that the settings ask for."""
+def make_core(
+    settings: Settings, random_below: Callable[[int], int], peer: PeerId | None = None
+) -> RouterCore:
+    """Return the routing core that the settings ask for. `peer`: see `RouterCore`."""
+    policy, others = make_policies(settings)
+    limits, seeding = make_limits(settings), make_seeding(settings)
+    return RouterCore(policy, random_below, limits, others, seeding, peer=peer)
+
+
+def make_policies(settings: Settings) -> tuple[Policy, Sequence[Policy]]:
+    """Return the policy in force, and those that a request may name. Raises: PolicyError."""
     policy = make_policy(settings.policy.name, settings.policy.options)
     others: list[Policy] = []
     if settings.policy.allow_override:
         others = [make_policy(name) for name in BUILT_IN if name != policy.name]
-    limits = RouterLimits(
+    return policy, others
+
+
+def make_limits(settings: Settings) -> RouterLimits:
+    return RouterLimits(
         index_blocks_max=settings.limits.index_blocks_max,
         up_after=settings.health.up_after,
         down_after=settings.health.down_after,
         retry_after_s=settings.health.interval_s,
+        retries_timeouts=settings.limits.retry_timeouts,
+        breaker=settings.breaker.limits,
+        admission=settings.admission.limits(settings.limits.queue_requests_max),
     )
-    seeding = settings.pool.seeding.limits if settings.pool.kind != "none" else None
-    return RouterCore(policy, random_below, limits, others, seeding)
+
+
+def make_seeding(settings: Settings) -> SeedingLimits | None:
+    return settings.pool.seeding.limits if settings.pool.kind != "none" else None

@@ -25,13 +25,15 @@ from moongate.gateway.json_edits import read_top_level, with_field, with_objects
 from moongate.gateway.response_sharing import SharedResponses
 from moongate.gateway.response_store import StoredResponse
 from moongate.gateway.response_turns import (
-    NO_TENANT,
     RUNNING,
     ResponseTurn,
     ResponseTurns,
     no_items,
 )
 from moongate.gateway.sse import split_events
+
+Name = tuple[str, str]
+"""Names a response: whose it is, and its id."""
 
 RUNNING_MAX = 1024
 """More are refused: nobody waits for them, so nothing else holds their number down."""
@@ -53,7 +55,7 @@ _ECHOED: Mapping[str, Any] = {
 class Run:
     """A response that is computed. `announced`: what it is before anything is known of it."""
 
-    id: str
+    name: Name
     announced: dict[str, Any]
     turn: ResponseTurn
     collected: Collected
@@ -68,7 +70,7 @@ class Background:
     ) -> None:
         self._turns = turns
         self._answer = answer
-        self._running: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._running: dict[Name, tuple[Run, asyncio.Task[None]]] = {}
         self._informing: asyncio.Task[None] | None = None
         if turns.shared is not None:
             turns.shared.running = self._running.keys()
@@ -86,35 +88,37 @@ class Background:
         if not self._turns.store.bytes_max:
             message = "background: not here, where no responses are kept"
             raise GatewayError(400, message, "invalid_request", "background")
-        turn = await self._turns.begin(body, client.route)
+        tenant = client.tenant.name
+        turn = await self._turns.begin(tenant, body, client.route)
         if turn.own_items is None:
             raise no_items()
         response_id = f"resp_{secrets.token_hex(16)}"
         announced = _announced(response_id, body)
         foreground = _in_foreground(raw, response_id)
         collected = Collected(client, foreground, is_stream=body.is_stream, edit=_in_background)
-        run = Run(response_id, announced, turn, collected, body.is_stream)
+        name = tenant, response_id
+        run = Run(name, announced, turn, collected, body.is_stream)
         try:
             self._put(run, {**announced, "status": "in_progress"})
         except orjson.JSONEncodeError as error:
             message = "the body is nested too deeply to be answered in the background"
             raise GatewayError(400, message, "invalid_request") from error
         task = asyncio.create_task(self._run(run))
-        self._running[response_id] = run, task
-        task.add_done_callback(lambda _: self._running.pop(response_id, None))
+        self._running[name] = run, task
+        task.add_done_callback(lambda _: self._running.pop(name, None))
         self._keep_others_informed()
         return run
 
-    async def cancel(self, response_id: str) -> bytes:
+    async def cancel(self, name: Name) -> bytes:
         """End a response that is still computed; return it. Raises: GatewayError (400, 404)."""
-        stored = await self._turns.find(response_id, "response_id")
-        if response_id in self._running and stored.is_running:
-            return self._cancel(response_id, stored)
+        stored = await self._turns.find(*name, "response_id")
+        if name in self._running and stored.is_running:
+            return self._cancel(name, stored)
         if stored.is_running and self._turns.shared is not None:
-            await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
+            await self._turns.shared.ask_to_cancel(*name)
             for _ in range(CANCEL_POLLS):
                 await asyncio.sleep(POLL_S)
-                stored = await self._turns.find(response_id, "response_id")
+                stored = await self._turns.find(*name, "response_id")
                 if not stored.is_running:
                     return stored.response
             message = "the replica that computes it does not answer"
@@ -122,60 +126,60 @@ class Background:
         message = "Cannot cancel a response that is complete, or not in the background."
         raise GatewayError(400, message, "invalid_request", "response_id")
 
-    def _cancel(self, response_id: str, stored: StoredResponse) -> bytes:
-        run, task = self._running.pop(response_id)
+    def _cancel(self, name: Name, stored: StoredResponse) -> bytes:
+        run, task = self._running.pop(name)
         task.cancel()
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
         if run.is_stream:
             run.collected.finish(failed_event(cancelled, len(run.collected.events)))
         return self._put(run, cancelled)
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, name: Name) -> None:
         """Forget a response; what still computes it ends. Raises: GatewayError (404, 503)."""
-        stored = await self._turns.find(response_id, "response_id")
-        if response_id in self._running:
-            self._drop(response_id)
+        stored = await self._turns.find(*name, "response_id")
+        if name in self._running:
+            self._drop(name)
         elif stored.is_running and self._turns.shared is not None:
-            await self._turns.shared.ask_to_cancel(stored.tenant, response_id)
-        self._turns.forget(response_id)
+            await self._turns.shared.ask_to_cancel(*name)
+        self._turns.forget(*name)
 
-    def _drop(self, response_id: str) -> None:
+    def _drop(self, name: Name) -> None:
         """End a response of which nothing is to be kept."""
-        run, task = self._running.pop(response_id, (None, None))
+        run, task = self._running.pop(name, (None, None))
         if run is not None and task is not None:
             task.cancel()
             run.collected.break_off()
 
     def forget(self, run: Run) -> None:
         """End a response of which nobody was told."""
-        self._drop(run.id)
-        self._turns.forget(run.id)
+        self._drop(run.name)
+        self._turns.forget(*run.name)
 
-    async def follow(self, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
+    async def follow(self, name: Name, starting_after: int | None) -> AsyncIterator[bytes]:
         """Return a response's events behind the one of this number, those to come included.
 
         Raises: GatewayError (400: it has none, since its client didn't ask for a stream; 404).
         """
-        stored = await self._turns.find(response_id, "response_id")
+        stored = await self._turns.find(*name, "response_id")
         seen = 0 if starting_after is None else starting_after + 1
-        run, _ = self._running.get(response_id, (None, None))
+        run, _ = self._running.get(name, (None, None))
         if run is not None and run.is_stream:
             return run.collected.follow(seen)
         if run is None and stored.is_running and stored.is_stream:
-            return self._follow_elsewhere(response_id, seen)
+            return self._follow_elsewhere(name, seen)
         if not stored.events:
             message = "stream: only for a response that was asked for with background and stream"
             raise GatewayError(400, message, "invalid_request", "stream")
         return _told(split_events(stored.events)[0][seen:])
 
-    async def _follow_elsewhere(self, response_id: str, seen: int) -> AsyncIterator[bytes]:
+    async def _follow_elsewhere(self, name: Name, seen: int) -> AsyncIterator[bytes]:
         """Iterate over the events of a response that another replica computes, once it has."""
         try:
-            while (stored := await self._turns.find(response_id, "response_id")).is_running:  # noqa: ASYNC110
+            while (stored := await self._turns.find(*name, "response_id")).is_running:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         except GatewayError as error:  # it was deleted, or can't be asked for any more
             failure = {"code": error.code, "message": error.message}
-            yield failed_event({"id": response_id, "status": "failed", "error": failure}, seen)
+            yield failed_event({"id": name[1], "status": "failed", "error": failure}, seen)
             return
         async for event in _told(split_events(stored.events)[0][seen:]):
             yield event
@@ -187,24 +191,24 @@ class Background:
 
     async def _inform(self, shared: SharedResponses) -> None:
         while self._running:
-            for response_id in await shared.renew(NO_TENANT):
-                await self._heed(response_id)
+            for name in await shared.renew():
+                await self._heed(name)
             await asyncio.sleep(POLL_S)
 
-    async def _heed(self, response_id: str) -> None:
+    async def _heed(self, name: Name) -> None:
         """Another replica wants a response ended, or thought that this one was gone."""
         try:
-            stored = await self._turns.find(response_id, "response_id")
+            stored = await self._turns.find(*name, "response_id")
         except GatewayError as error:
             if error.status == 404:
-                self._drop(response_id)
+                self._drop(name)
             return
-        if response_id not in self._running:
+        if name not in self._running:
             return
         if not stored.is_running:
-            self._drop(response_id)  # it has an end already, by which others have gone on
-        elif self._turns.shared is not None and self._turns.shared.take_cancel(response_id):
-            self._cancel(response_id, stored)
+            self._drop(name)  # it has an end already, by which others have gone on
+        elif self._turns.shared is not None and self._turns.shared.take_cancel(name):
+            self._cancel(name, stored)
 
     def _held_bytes(self) -> int:
         return sum(run.collected.size_bytes for run, _ in self._running.values())
@@ -225,7 +229,7 @@ class Background:
         events = collected.events if run.is_stream else []
         answer = _read(_last_response(events) if events else collected.answer)
         if collected.is_whole and collected.status == 200 and "output" in answer:
-            self._put(run, {**answer, "id": run.id, "background": True})
+            self._put(run, {**answer, "id": run.name[1], "background": True})
             return
         error = answer.get("error")
         told = error.get("message") if isinstance(error, dict) else None
@@ -238,7 +242,9 @@ class Background:
         assert turn.own_items is not None
         is_over = response["status"] not in RUNNING
         events = b"".join(run.collected.events) if is_over else b""
-        return self._turns.put(response, turn.own_items, turn.previous, events, is_stream=is_stream)
+        return self._turns.put(
+            turn.tenant, response, turn.own_items, turn.previous, events, is_stream=is_stream
+        )
 
 
 def _announced(response_id: str, body: Body) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -36,9 +36,15 @@ OUTLINED_BYTES_MIN = 16_384
 OUTLINED_FIELDS_MAX = 256
 LARGE_VALUE_BYTES = 4096
 _KEPT_WHOLE = frozenset(
-    ("model", "stream", "metadata", "prompt_cache_key", "user", "cache_salt", "stream_options")
-)
+    (
+        "model", "stream", "metadata", "prompt_cache_key", "user", "cache_salt", "stream_options",
+        "stop", "stop_sequences",
+    )
+)  # fmt: skip
 """Fields whose values matter to routing, however large."""
+
+SALT = "cache_salt"
+"""The field that keeps prompts in an engine's cache apart."""
 
 _STAND_INS = {b"[": b"[0]", b"{": b"{}", b'"': b'"..."'}
 """In an outline, for a large value by its first byte."""
@@ -207,6 +213,28 @@ def _without_key(raw: bytes, key: str) -> bytes:
         is_first = is_first and name == key
         position = end
     return "".join([*parts, text[kept_to:]]).encode("utf-8", "surrogateescape")
+
+
+def with_cache_salt(body: Body, salt: str) -> Body:
+    """Return a body whose prompt is cached under this salt, whatever it said itself, however often.
+
+    `salt`: of characters that JSON takes as they are. Every other value stays byte for byte. Raises:
+    GatewayError (400).
+    """
+    raw = _without_salt(body.raw) if SALT in body.top else body.raw
+    end = raw.rindex(b"}")  # of the object, which has a field: its model
+    raw = b"".join((memoryview(raw)[:end], b',"cache_salt":"', salt.encode(), b'"', raw[end:]))
+    return replace(body, raw=raw, top={**body.top, SALT: salt})
+
+
+def _without_salt(raw: bytes) -> bytes:
+    """Raises: GatewayError (400)."""
+    try:
+        fields = read_top_level(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return without_key(raw, SALT)  # what only a lenient parser reads; at a tenth of the speed
+    fields.pop(SALT, None)
+    return msgspec.json.encode(fields)
 
 
 def with_fields(raw: bytes, fields: bytes) -> tuple[bytes, ...]:

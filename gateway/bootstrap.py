@@ -24,7 +24,7 @@ class Bootstraps:
     """Asks bootstrap servers. Create it inside the event loop, and `close` it."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._session = open_session()
 
     async def engine_id(self, url: str, rank: int | None) -> str:
@@ -34,7 +34,7 @@ class Bootstraps:
         """
         try:
             body = await get_body(
-                self._session, url, "/query", timeout_s=self._timeout_s, bytes_max=BODY_BYTES_MAX
+                self._session, url, "/query", timeout_s=self.timeout_s, bytes_max=BODY_BYTES_MAX
             )
         except GetFailed as error:
             raise BootstrapFailed(str(error)) from error

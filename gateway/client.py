@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moongate.gateway.routes import Route
+from moongate.gateway.tenants import Tenant
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -17,6 +18,7 @@ class Client(Protocol):
     method: str
     target: str
     headers: RawHeaders
+    tenant: Tenant
     opened_at: float  # when its head was there, by the gateway's clock
     has_started: bool
     disconnected: bool  # it has left

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from moongate.gateway.client import RawHeaders
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.routes import PROXIED, Route
+from moongate.gateway.tenants import ANYBODY
 
 if TYPE_CHECKING:
     from moongate.gateway.app import Gateway
@@ -82,6 +83,7 @@ class ClientRequest:
         self.method = method
         self.target = target
         self.headers = headers
+        self.tenant = ANYBODY  # until its key was looked at
         self.opened_at = opened_at
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -202,9 +204,7 @@ class ClientProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._gateway = cast("Gateway", self.config.app)
-        limits = self._gateway.settings.limits
-        self._headers_bytes_max = limits.headers_bytes_max
-        self._body_bytes_max = limits.body_bytes_max
+        self._set_limits()
         self._sections = 0  # heads, and what stands between chunks, trailers among them
         self._open_section = 0  # the one that isn't complete, 0: none
         self._section_bytes = 0  # received while it was open
@@ -278,8 +278,14 @@ class ClientProtocol(HttpToolsProtocol):
 
     # --- httptools calls these --------------------------------------------------------------------
 
+    def _set_limits(self) -> None:
+        limits = self._gateway.settings.limits
+        self._headers_bytes_max = limits.headers_bytes_max
+        self._body_bytes_max = limits.body_bytes_max
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._set_limits()
         self._begin_section()
 
     def _begin_section(self) -> None:
@@ -351,8 +357,14 @@ class ClientProtocol(HttpToolsProtocol):
         self.cycle = ClientRequest(
             self, route, method, target, self.headers, opened_at, is_http_11=is_http_11
         )
-        if not self.parser.should_keep_alive():
+        if not self.parser.should_keep_alive() or self._gateway.readiness.is_draining:
             self.cycle.keep_alive = False
+        try:
+            # Before anything else of it is read.
+            self.cycle.tenant = self._gateway.access.admit(self.headers)
+        except GatewayError as error:
+            self._refuse(error)
+            return
         length = next((v for n, v in self.headers if n == b"content-length"), b"0")
         if int(length) > self._body_bytes_max:
             self._refuse_body()

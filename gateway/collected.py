@@ -9,6 +9,7 @@ from moongate.gateway.client import Client, RawHeaders
 from moongate.gateway.json_edits import Edit
 from moongate.gateway.routes import Route
 from moongate.gateway.sse import split_events
+from moongate.gateway.tenants import Tenant
 
 
 class Collected:
@@ -21,6 +22,7 @@ class Collected:
         self.method = asked.method
         self.target = asked.target
         self.headers: RawHeaders = asked.headers
+        self.tenant: Tenant = asked.tenant
         self.opened_at = asked.opened_at
         self.has_started = False
         self.disconnected = False

@@ -92,8 +92,15 @@ class Divergences:
 
     def __init__(self, on_divergence: Callable[[Divergence], None], *, keeps_text: bool) -> None:
         self._on_divergence = on_divergence
+        self._keeps_text = keeps_text
         self._texts = TextMemory(TEXT_BYTES_MAX, keeps_text=keeps_text)
         self._sessions: OrderedDict[tuple[str, str], deque[_Turn]] = OrderedDict()
+
+    def keep_text(self, *, keeps_text: bool) -> None:
+        """Keep texts from now on, or none any more, nor those that are kept."""
+        if keeps_text != self._keeps_text:
+            self._keeps_text = keeps_text
+            self._texts = TextMemory(TEXT_BYTES_MAX, keeps_text=keeps_text)
 
     def note(
         self,

@@ -14,21 +14,29 @@ from typing import assert_never
 
 from moongate.router import (
     BatchReceived,
+    EndPrediction,
     Event,
     Forward,
+    Hold,
     InstanceId,
     NotePooled,
+    Outcome,
     Probe,
     Reject,
     RelayFailure,
     ReplayEnded,
     Request,
+    RequestFinished,
+    RequestId,
     RequestReplay,
     RouterCore,
     Seed,
+    ShareLoad,
+    SharePrediction,
     WakeAt,
     WakeUp,
 )
+from moongate.router.commands import PeerCommand
 
 SETTLE_S = 0.25
 """How long a turn waits for the last events of the turn before it, once that has ended. Nearly all
@@ -38,7 +46,7 @@ SYNC_S = 5.0
 """How long an instance that comes up may be kept from work until its events have caught up; a full
 replay of 10,000 batches takes less, and serving does not depend on it."""
 
-RequestCommand = Forward | Reject | RelayFailure
+RequestCommand = Forward | Hold | Reject | RelayFailure
 Recorder = Callable[[float, Event], None]
 
 
@@ -55,9 +63,11 @@ class Driver:
         self.on_probe: Callable[[InstanceId], None] = _nobody
         self.on_pooled: Callable[[NotePooled], None] = _ignore
         self.on_seed: Callable[[Seed], None] = _nobody
+        self.on_share: Callable[[PeerCommand], None] = _ignore
         self.on_batch: Callable[[BatchReceived], None] = _ignore  # what the core has taken in
         self._timer: asyncio.TimerHandle | None = None
         self._source_spoke: asyncio.Future[None] | None = None
+        self._held: dict[RequestId, asyncio.Future[Forward | Reject]] = {}
 
     def handle(self, event: Event) -> RequestCommand | None:
         """Give the core an event. Return what the event's request is to do, if it is of one."""
@@ -67,7 +77,9 @@ class Driver:
         outcome: RequestCommand | None = None
         for command in self.core.handle(event, now):
             match command:
-                case Forward() | Reject() | RelayFailure():
+                case Forward() | Reject() if command.request_id in self._held:
+                    self._held.pop(command.request_id).set_result(command)
+                case Forward() | Reject() | RelayFailure() | Hold():
                     outcome = command
                 case RequestReplay():
                     self.on_replay(command)
@@ -75,12 +87,16 @@ class Driver:
                     self.on_pooled(command)
                 case Seed():
                     self.on_seed(command)
+                case ShareLoad() | SharePrediction() | EndPrediction():
+                    self.on_share(command)
                 case Probe():
                     self.on_probe(command.instance_id)
                 case WakeAt():
                     self._wake_at(command.at, now)
                 case _:
                     assert_never(command)
+        if isinstance(outcome, Hold):
+            self._held[outcome.request_id] = asyncio.get_running_loop().create_future()
         if isinstance(event, BatchReceived | ReplayEnded):
             if isinstance(event, BatchReceived):
                 self.on_batch(event)
@@ -88,6 +104,18 @@ class Driver:
                 self._source_spoke.set_result(None)
                 self._source_spoke = None
         return outcome
+
+    async def until_admitted(self, request_id: RequestId) -> Forward | Reject:
+        """Return what becomes of a request that is on hold. Cancelled, it is no more in the core."""
+        held = self._held[request_id]
+        try:
+            return await asyncio.shield(held)  # of which the core may be told at any moment
+        except asyncio.CancelledError:
+            self._held.pop(request_id, None)
+            # It may have been told just before, and then be running or refused already.
+            if not held.done() or isinstance(held.result(), Forward):
+                self.handle(RequestFinished(request_id, Outcome.CLIENT_LEFT))
+            raise
 
     def is_settled(self, request: Request) -> bool:
         """Tell whether no events are known to be under way of the turn that this one continues."""
@@ -136,7 +164,7 @@ class Driver:
 
 
 def _ignore(_: object) -> None:
-    """For what is of use to the pool only, where there is none."""
+    """For what is of use to the pool, or to other gateways, where there are none."""
 
 
 def _nobody(_: object) -> None:

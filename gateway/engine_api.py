@@ -7,6 +7,7 @@ proof that nothing listens there, from silence, which is none.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ class EngineApi:
         *,
         timeout_s: float,
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key is not None else {}
@@ -44,9 +46,17 @@ class EngineApi:
             headers=headers,
             transport=transport,
             trust_env=False,
+            verify=tls if tls is not None else True,
             # Few calls, seconds apart: a kept connection would mostly be one that has gone stale.
             limits=httpx.Limits(max_keepalive_connections=0),
         )
+
+    def reconfigure(self, *, timeout_s: float, api_key: str | None) -> None:
+        """Let these hold for the calls that follow."""
+        self._timeout_s = timeout_s
+        self._client.headers.pop("authorization", None)
+        if api_key is not None:
+            self._client.headers["authorization"] = f"Bearer {api_key}"
 
     async def check_health(self) -> None:
         """Raises: EngineCallFailed unless the engine says that it is well."""
@@ -93,13 +103,18 @@ class EngineApi:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineCallFailed(f"{path}: no answer in time") from error
         except httpx.HTTPError as error:
-            detail = f"{str(self._client.base_url).rstrip('/')}{path}: {error}"
-            raise EngineCallFailed(detail, is_gone=_is_gone(error)) from error
+            raise EngineCallFailed(self._detail(path, error), is_gone=_is_gone(error)) from error
+        except AttributeError as error:
+            # anyio, asked for the peer of a connection that was reset as it opened.
+            raise EngineCallFailed(self._detail(path, error), is_gone=True) from error
         if answer.status_code != httpx.codes.OK:
             raise EngineCallFailed(
                 f"{path}: status {answer.status_code}", status=answer.status_code
             )
         return answer
+
+    def _detail(self, path: str, error: Exception) -> str:
+        return f"{str(self._client.base_url).rstrip('/')}{path}: {error}"
 
 
 def _is_gone(error: BaseException | None) -> bool:

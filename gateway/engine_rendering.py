@@ -36,7 +36,7 @@ class EngineRendering:
     """Knows which engines render."""
 
     def __init__(self, budget_s: float) -> None:
-        self._budget_s = budget_s
+        self.budget_s = budget_s
         self._renderers: set[EngineApi] = set()
 
     def note(self, api: EngineApi, *, renders: bool) -> None:
@@ -61,8 +61,8 @@ class EngineRendering:
         if api is None:
             return None
         try:
-            async with asyncio.timeout(self._budget_s):
-                answer = await api.post_json(path, body.raw, timeout_s=self._budget_s)
+            async with asyncio.timeout(self.budget_s):
+                answer = await api.post_json(path, body.raw, timeout_s=self.budget_s)
             rendered = read_rendered(answer)
             tokens = pack_tokens(rendered.token_ids)
         except (TimeoutError, EngineCallFailed, RenderedError, OverflowError) as error:

@@ -41,6 +41,7 @@ class GatewayError(Exception):
     code: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    reason: str | None = None  # by which it is counted as a refusal, where that isn't the code
 
     def __str__(self) -> str:
         return f"{self.status} {self.code}: {self.message}"

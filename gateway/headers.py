@@ -7,7 +7,7 @@ each side frames its own. A client's credentials go to an engine only where the 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 
 RawHeaders = Collection[tuple[bytes, bytes]]
 
@@ -49,24 +49,37 @@ def request_headers(
     *,
     request_id: str,
     forward_credentials: bool,
+    is_secret: Callable[[bytes], bool] | None = None,
     api_key: str | None,
     rank: int | None = None,
 ) -> list[tuple[bytes, bytes]]:
     """Return the headers that an engine gets, with the data-parallel rank that is to answer.
 
-    Its own key, where it has one, replaces any other.
+    Its own key, where it has one, replaces any other. `is_secret`: which values have a client's key in them, so
+    that no header carries it, whatever its name.
     """
     keeps_credentials = forward_credentials and api_key is None
     dropped = NEVER_FORWARDED if keeps_credentials else NEVER_FORWARDED_OR_SECRET
     headers = [
         header for header in _without(raw, dropped, ()) if not header[0].startswith(b"x-moongate-")
     ]
+    if is_secret is not None and not keeps_credentials:
+        headers = _without_secrets(headers, is_secret)
     headers.append((b"x-request-id", request_id.encode("latin-1")))
     if api_key is not None:
         headers.append((b"authorization", b"Bearer " + api_key.encode("latin-1")))
     if rank is not None:
         headers.append((b"x-data-parallel-rank", b"%d" % rank))
     return headers
+
+
+def _without_secrets(
+    headers: list[tuple[bytes, bytes]], is_secret: Callable[[bytes], bool]
+) -> list[tuple[bytes, bytes]]:
+    # Looked for in all at once, since hardly any has one.
+    if not is_secret(b"\n".join([value for _, value in headers])):
+        return headers
+    return [header for header in headers if not is_secret(header[1])]
 
 
 def response_headers(raw: RawHeaders, ours: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
@@ -103,11 +116,15 @@ def make_request_id() -> str:
     return f"{_ids.getrandbits(128):032x}"
 
 
-def clean_request_id(given: str | None) -> str | None:
-    """Return a client's request id if it can be echoed and logged safely, else None."""
+def clean_request_id(given: str | None, is_secret: Callable[[bytes], bool]) -> str | None:
+    """Return a client's request id if it can be echoed and logged safely, else None.
+
+    `is_secret`: what has a key in it.
+    """
     if not given or len(given) > REQUEST_ID_CHARS_MAX:
         return None
-    return given if all("!" <= char <= "~" for char in given) else None
+    is_clean = all("!" <= char <= "~" for char in given) and not is_secret(given.encode())
+    return given if is_clean else None
 
 
 def ends_session(headers: Mapping[str, str]) -> bool:

@@ -14,15 +14,18 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from urllib.parse import unquote_to_bytes
 
 import orjson
 
+from moongate.gateway.access import Access, Meter
 from moongate.gateway.account import Account, Observers
 from moongate.gateway.aliases import Aliases, Renaming
 from moongate.gateway.background import Background
 from moongate.gateway.body import (
     Body,
     parse_body,
+    with_cache_salt,
     without_key,
 )
 from moongate.gateway.bootstrap import Bootstraps
@@ -51,6 +54,7 @@ from moongate.gateway.id_forwarding import KV_TRANSFER_PARAMS, IdForwarding, wit
 from moongate.gateway.json_edits import Edit
 from moongate.gateway.legs import one_token_body
 from moongate.gateway.links import Link, Links
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.logs import REQUEST, LoggedRequest
 from moongate.gateway.messages_bridge import Bridge, bridge_for, error_of
 from moongate.gateway.messages_stream import MessageStream
@@ -61,6 +65,7 @@ from moongate.gateway.prompt_fields import read_salt
 from moongate.gateway.receipt import receipt_headers
 from moongate.gateway.recent import RecentReceipts
 from moongate.gateway.recent_turns import RecentTurns
+from moongate.gateway.refusals import Refusals, Refused
 from moongate.gateway.relaying import (
     AnswerKind,
     kind_of,
@@ -84,12 +89,12 @@ from moongate.gateway.usage import UsageReader
 from moongate.router import (
     FailureKind,
     Forward,
+    Hold,
     Holder,
     ModelCard,
     Outcome,
     PrefillEnded,
     Reject,
-    RejectReason,
     Request,
     RequestArrived,
     RequestFailed,
@@ -124,7 +129,7 @@ class HotPath:
 
     def __init__(
         self,
-        settings: Settings,
+        live: LiveSettings,
         driver: Driver,
         links: Links,
         prompts: PromptPipeline,
@@ -132,28 +137,43 @@ class HotPath:
         turns: ResponseTurns,
         divergences: Divergences,
         seen: RecentTurns,
+        access: Access,
         pooling: Pooling | None = None,
         seeding: Seeding | None = None,
         tracing: Tracing | None = None,
     ) -> None:
+        settings = live.current
+        self._live = live
         self.recent = RecentReceipts(settings.observability.decisions_max)
         self.observers = Observers(metrics, self.recent, seen, tracing, driver.clock)
+        self.access = access
         self.turns = turns
-        self.background = Background(turns, self.answer)
+        self.background = Background(turns, self._answer_admitted)
         self.divergences = divergences
         self.pooling = pooling
         self.seeding = seeding
-        self.settings = settings
         self.driver = driver
         self.links = links
         self.prompts = prompts
         self.metrics = metrics
-        self.reader = RequestReader(settings, driver)
+        self.reader = RequestReader(live, driver, access)
         self.aliases = Aliases(settings.models.aliases)
         self.id_forwarding = IdForwarding(settings.tokenizer.forward_ids, prompts)
         self.bootstraps = Bootstraps(settings.limits.connect_timeout_s)
         self._adopted: set[asyncio.Task[None]] = set()
         self._requests = 0
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force."""
+        return self._live.current
+
+    def renew(self, settings: Settings) -> None:
+        """Make anew what is made of the settings."""
+        self.recent.resize(settings.observability.decisions_max)
+        self.aliases = Aliases(settings.models.aliases)
+        self.id_forwarding.mode = settings.tokenizer.forward_ids
+        self.bootstraps.timeout_s = settings.limits.connect_timeout_s
 
     async def close(self) -> None:
         """End what goes on without a client, if it doesn't soon come to its end."""
@@ -187,6 +207,10 @@ class HotPath:
         """Answer a request whose body is complete."""
         await self._exchange(client).run()
 
+    async def _answer_admitted(self, client: Client) -> None:
+        """Compute what a request has asked for that is answered already, and was counted then."""
+        await self._exchange(client).run(is_admitted=True)
+
     def refuse(self, client: Client, error: GatewayError) -> None:
         """Answer a request that is refused before its body is read."""
         self._exchange(client).refuse(error)
@@ -201,15 +225,21 @@ class _Exchange:
 
     def __init__(self, path: HotPath, client: Client, request_id: RequestId) -> None:
         self._path = path
+        self._settings = path.settings  # a reload is for those that come after
         self._client = client
         self._route = client.route
         self._id = request_id
+        self._tenant = client.tenant
+        self._meter = path.access.meter(client.tenant)
+        self._usage = UsageReader()  # of a stream, as far as it has come
         self._headers = read_headers(client.headers)
-        given_id = clean_request_id(self._headers.get("x-request-id"))
+        is_secret = path.access.tenants.are_in
+        given_id = clean_request_id(self._headers.get("x-request-id"), is_secret)
         self._client_id = given_id or make_request_id()
         self._account = Account(
             path.observers, client.route, self._client_id, self._headers, client.opened_at
         )
+        self._account.tenant = client.tenant.name
         self._is_reserved = False  # the core waits for our RequestFinished
         self._has_one_choice = True
         self._drops_usage = False  # asked for by us, not by the client
@@ -225,14 +255,19 @@ class _Exchange:
 
     # --- the steps --------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Parse, route, relay. A cancellation means that the client has left."""
+    async def run(self, *, is_admitted: bool = False) -> None:
+        """Parse, route, relay. A cancellation means that the client has left.
+
+        `is_admitted`: as a request it was counted before.
+        """
         trace = self._account.trace
         trace_id = trace.trace_id if trace is not None else None
         REQUEST.set(LoggedRequest(self._client_id, trace_id))  # of this task, which is only for it
         try:
             self._check_method()
             raw = self._client.take_body()
+            if self._meter is not None and not is_admitted:
+                await self._meter.begin(len(raw))
             parsed = self._parse(raw)
             if self._route.kind is PromptKind.RESPONSES and Background.takes(parsed):
                 await self._answer_later(raw, parsed)
@@ -248,7 +283,7 @@ class _Exchange:
                 request = await self._path.pooling.enrich(request, self._known)
                 if self._path.seeding is not None:
                     self._path.seeding.note(self._id, self._known)
-            await self._forward(self._handle_arrival(request), request, body)
+            await self._forward(await self._handle_arrival(request), request, body)
         except GatewayError as error:
             self.refuse(error)
         except Exception:
@@ -265,8 +300,20 @@ class _Exchange:
         finally:
             # Whatever happened, the instance's reservation ends here.
             self._finish(Outcome.BROKEN_OFF)
+            if self._meter is not None:
+                self._end_meter(self._meter)
             if self._path.seeding is not None:
                 self._path.seeding.forget(self._id)
+
+    def _end_meter(self, meter: Meter) -> None:
+        """Count what an answer that has no end has cost; one that an engine never gave costs nothing."""
+        account = self._account
+        has_left = self._client.disconnected and account.receipt is not None
+        if account.has_first_byte or has_left:
+            told = self._usage.completion_tokens()
+            meter.end(None, told if told is not None else self._usage.events)
+        else:
+            meter.give_back()
 
     def _end_early(self) -> None:
         """The request is cancelled: its client has left, or the gateway stops and has waited enough."""
@@ -296,18 +343,24 @@ class _Exchange:
         """Return the body as engines may get it.
 
         That is without what only the gateway may say to an engine's KV connector, and, where the
-        operator wants every stream's usage, with the wish for it.
+        operator wants every stream's usage or it is needed for a rate, with the wish for it. Raises:
+        GatewayError (400; 404 for a model that isn't the tenant's).
         """
-        body, self._renaming = self._path.aliases.resolve(parse_body(raw, self._route), self._route)
-        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        asked = parse_body(raw, self._route)
+        body, self._renaming = self._path.aliases.resolve(asked, self._route)
+        self._path.reader.check_rights(self._tenant, asked.model, body.model)
+        is_allowed = self._settings.limits.allow_kv_transfer_params
         if not is_allowed and KV_TRANSFER_PARAMS in body.top:
             body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), self._route)
         has_usage = self._route.kind in WITH_CHOICES and body.is_stream
-        asks_always = self._path.settings.observability.stream_usage == "always"
+        is_metered = self._meter is not None and self._meter.counts_tokens
+        asks_always = self._settings.observability.stream_usage == "always" or is_metered
         if asks_always and has_usage and not body.is_lenient and not asks_for_usage(body.top):
             self._drops_usage = True
             body = parse_body(with_usage_asked(body.raw, body.top), self._route)
-        return body
+        self._path.reader.check_limits(body, self._headers)
+        salt = self._tenant.cache_salt
+        return body if salt is None or not self._route.is_cached else with_cache_salt(body, salt)
 
     async def _answer_later(self, raw: bytes, body: Body) -> None:
         """Tell the client what to ask for, or what comes, of an answer that goes on without it.
@@ -351,7 +404,7 @@ class _Exchange:
         """Return the body with all that it continues. Raises: GatewayError (404)."""
         if self._route.kind is not PromptKind.RESPONSES:
             return body
-        turn = await self._path.turns.begin(body, self._route)
+        turn = await self._path.turns.begin(self._tenant.name, body, self._route)
         self._turn = None if turn.is_plain else turn
         return turn.body
 
@@ -359,6 +412,8 @@ class _Exchange:
         """Return the request as routing sees it. Raises: GatewayError."""
         path = self._path
         model = self._account.model_label = path.reader.find_model(body)
+        if body.model is None:  # the only one that is served
+            path.reader.check_rights(self._tenant, model)
         policy = path.reader.find_policy(self._headers)
         if path.driver.core.get_policy(policy).reads_prompts:
             self._read = await self._read_prompt(body)
@@ -371,8 +426,11 @@ class _Exchange:
             self._read,
             model,
             policy,
+            self._tenant,
             has_room=path.adopted < ADOPTED_MAX,
         )
+        if self._meter is not None:
+            self._meter.note_prompt(request.prompt_tokens)
         if request.session_key is not None:
             self._account.session_key = request.session_key
             self._note_turn(request.session_key, request, body)
@@ -408,25 +466,37 @@ class _Exchange:
         assert read.prompt is not None
         return PromptTokens(read.prompt, read.tokens, read_salt(body), self._find_card())
 
-    def _handle_arrival(self, request: Request) -> Forward:
+    async def _handle_arrival(self, request: Request) -> Forward:
+        """Return where it goes, once it may. Raises: GatewayError."""
         began = self._path.driver.clock()
         self._account.phase_ended(QUEUE)
         command = self._path.driver.handle(RequestArrived(request))
-        self._path.metrics.route_seconds.observe(self._path.driver.clock() - began)
+        decided = self._path.driver.clock()
+        self._path.metrics.route_seconds.observe(decided - began)
         self._account.phase_ended(ROUTE)
+        if isinstance(command, Hold):
+            command = await self._path.driver.until_admitted(self._id)
+            self._account.waited(self._path.driver.clock() - decided)
         match command:
             case Forward():
                 self._is_reserved = True
                 return command
-            case Reject(reason=RejectReason.UNKNOWN_MODEL):
-                raise GatewayError(404, "the model does not exist", "model_not_found", "model")
             case Reject():
-                raise self._path.reader.unavailable(command.retry_after_s)
+                raise self._path.reader.rejection(command)
             case _:
                 raise AssertionError(command)
 
     async def _forward(self, forward: Forward, request: Request, body: Body) -> None:
         """Send the request where the core says, again if it says so, and relay the answer."""
+        refusals = Refusals()
+        try:
+            await self._attempt_all(forward, request, body, refusals)
+        finally:
+            refusals.close()
+
+    async def _attempt_all(
+        self, forward: Forward, request: Request, body: Body, refusals: Refusals
+    ) -> None:
         while True:
             self._account.forwarded(forward, request, is_stream=body.is_stream)
             opened: Opened | None = None
@@ -436,9 +506,14 @@ class _Exchange:
                 status = opened.answer.status
                 self._account.attempted(forward, str(status) if status >= 500 else None)
                 command: RequestCommand | None = None
-                if opened.answer.status >= 500:
-                    command = self._report(FailureKind.STATUS, opened.answer.status)
-                if not isinstance(command, Forward):
+                if status >= 500:
+                    command = self._report(FailureKind.STATUS, status)
+                elif status == 429 and self._handoff is None:
+                    command = self._report(FailureKind.RATE_LIMITED, status)
+                    refusals.keep(Refused(opened, forward, self._bridge))
+                    opened = None  # it is closed with the others
+                gives_way = isinstance(command, Forward) or (status >= 500 and refusals.best())
+                if opened is not None and not gives_way:
                     await self._relay(opened, forward)
                     return
             except UpstreamError as error:
@@ -458,8 +533,16 @@ class _Exchange:
                     opened.answer.close()
             if not isinstance(command, Forward):
                 self._release_owed()
-                raise as_gateway_error(failure)
+                await self._relay_refusal(refusals.best(), failure)
+                return
             forward = command
+
+    async def _relay_refusal(self, refused: Refused | None, failure: UpstreamError | None) -> None:
+        """Nobody could do it, and one that could later says when. Raises: GatewayError, if none does."""
+        if refused is None:
+            raise as_gateway_error(failure)
+        self._bridge = refused.bridge
+        await self._relay(refused.opened, refused.forward)
 
     async def _attempt(self, forward: Forward) -> Opened:
         """Return the answer's beginning. Raises: UpstreamError, PrefillFailed."""
@@ -487,7 +570,7 @@ class _Exchange:
         body = self._body
         assert body is not None
         headers = self._headers_for(holder, link)
-        raw, target = body.raw, self._client.target
+        raw, target = body.raw, self._target()
         self._bridge = self._bridge_to(link, body)
         if self._bridge is not None:
             raw, target = self._bridge.body, self._bridge.path
@@ -506,6 +589,14 @@ class _Exchange:
             answer.close()
             raise
 
+    def _target(self) -> str:
+        """Return the address as engines get it: without a query that has a client's key in it."""
+        target = self._client.target
+        if "?" not in target or self._path.settings.auth.forward_client_key:
+            return target
+        is_secret = self._path.access.tenants.are_in(unquote_to_bytes(target))
+        return self._route.template if is_secret else target
+
     def _bridge_to(self, link: Link, body: Body) -> Bridge | None:
         """Return the way around for an instance that has no messages, None where none is needed."""
         is_messages = self._route.family is ApiFamily.ANTHROPIC
@@ -518,7 +609,8 @@ class _Exchange:
         headers = request_headers(
             self._client.headers,
             request_id=self._client_id,
-            forward_credentials=self._path.settings.auth.forward_client_key,
+            forward_credentials=self._settings.auth.forward_client_key,
+            is_secret=self._path.access.tenants.are_in,
             api_key=link.api_key,
             rank=holder.rank,
         )
@@ -664,7 +756,7 @@ class _Exchange:
             if kind is AnswerKind.EVENTS:
                 self._is_stream = True
                 end = functools.partial(self._end, answer.status, forward)
-                relayed = await relay_events(opened, client, end, edit=edit)
+                relayed = await relay_events(opened, client, end, self._usage, edit=edit)
                 if (
                     self._bridge is not None
                     and relayed.error is None
@@ -717,7 +809,7 @@ class _Exchange:
 
     def _hides_params(self, answer: Answer) -> bool:
         """Tell whether the answer may have something for the gateway's eyes only."""
-        is_allowed = self._path.settings.limits.allow_kv_transfer_params
+        is_allowed = self._settings.limits.allow_kv_transfer_params
         return self._route.generates and not is_allowed and answer.status == 200
 
     async def _relay_text_error(self, opened: Opened, forward: Forward) -> None:
@@ -734,15 +826,20 @@ class _Exchange:
 
     def refuse(self, error: GatewayError) -> None:
         """Answer with an error of the gateway's own."""
-        if error.code in SHED_CODES:
-            self._path.metrics.rejected.add(1, error.code)
-        self._answer_with(error.status, error.body(self._route.family), error.headers)
+        reason = error.reason or error.code
+        if reason in SHED_CODES:
+            self._path.metrics.rejected.add(1, reason)
+        rates = self._meter.headers() if self._meter is not None else {}
+        headers = {**rates, **error.headers}
+        self._answer_with(error.status, error.body(self._route.family), headers)
 
     def _our_headers(self, forward: Forward) -> dict[str, str]:
         headers = {"x-request-id": self._client_id}
-        if self._path.settings.observability.receipt_headers:
+        if self._settings.observability.receipt_headers:
             headers |= receipt_headers(forward.decision)
-        return headers
+            if self._account.queue_ms is not None:
+                headers["x-moongate-queue-ms"] = f"{self._account.queue_ms:.1f}"
+        return headers | self._meter.headers() if self._meter is not None else headers
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -782,6 +879,8 @@ class _Exchange:
                 cached_tokens if forward.prefill is None else None,
             )
         output_tokens = usage.completion_tokens()
+        if self._meter is not None:
+            self._meter.ended(status, usage.prompt_tokens(), output_tokens)
         is_traced = self._account.trace is not None and not self._has_exact_prompt()
         self._account.answered(
             prompt_tokens=usage.prompt_tokens() if is_traced else None,
@@ -790,7 +889,8 @@ class _Exchange:
             output_tokens=output_tokens,
         )
         completion_tokens = output_tokens if self._has_one_choice else None
-        self._finish(Outcome.ANSWERED, completion_tokens, cached_tokens)
+        outcome = Outcome.REFUSED if 400 <= status < 500 else Outcome.ANSWERED
+        self._finish(outcome, completion_tokens, cached_tokens)
         self._account.count(status)
 
     def _has_exact_prompt(self) -> bool:

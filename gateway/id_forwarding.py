@@ -34,7 +34,7 @@ class IdForwarding:
     """Decides for each attempt what body its instance gets."""
 
     def __init__(self, mode: ForwardIds, prompts: PromptPipeline) -> None:
-        self._mode = mode
+        self.mode = mode
         self._prompts = prompts
 
     def ids_for(
@@ -51,20 +51,20 @@ class IdForwarding:
         the text, before it begins a stream.
         """
         tokenized = read.tokenized
-        if self._mode == "off" or tokenized is None or not _leaves_prompt_alone(route, body):
+        if self.mode == "off" or tokenized is None or not _leaves_prompt_alone(route, body):
             return None
         assert body.model is not None
         assert read.prompt is not None
         count = read.prompt.token_count
         is_too_long = context_tokens is not None and count >= context_tokens
-        is_too_short = count < TOKENS_MIN if self._mode == "auto" else count == 0
+        is_too_short = count < TOKENS_MIN if self.mode == "auto" else count == 0
         if is_too_long or is_too_short or not self._is_trusted(body.model, api, read):
             return None
         return tokenized.ids_json()
 
     def _is_trusted(self, model: str, api: EngineApi, read: ReadPrompt) -> bool:
         prompts = self._prompts
-        takes = self._mode == "on" or prompts.takes_ids(api)
+        takes = self.mode == "on" or prompts.takes_ids(api)
         return takes and prompts.agrees_with(model, api, read.form) and prompts.is_repeatable(model)
 
 

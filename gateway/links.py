@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from moongate.gateway.engine_api import EngineApi
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.settings import InstanceSettings, Settings
 from moongate.gateway.upstream import Unreachable, Upstream
 from moongate.router import InstanceId, InstanceSpec, Role
@@ -58,9 +59,9 @@ class Link:
 class Links:
     """All instances' links, by id. Create it inside the event loop."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        links = [_open(instance, settings) for instance in settings.instances]
+    def __init__(self, live: LiveSettings) -> None:
+        self._live = live
+        links = [self.open(instance) for instance in live.current.instances]
         self._links = {link.id: link for link in links}
         self._without_messages: set[InstanceId] = set()
 
@@ -85,11 +86,35 @@ class Links:
 
     def open(self, instance: InstanceSettings) -> Link:
         """Return a link that is to be added."""
-        return _open(instance, self._settings)
+        return _open(instance, self._live.current)
 
     def add(self, link: Link) -> None:
         assert link.id not in self._links, link.id
         self._links[link.id] = link
+
+    def change(self, instance: InstanceSettings) -> Link:
+        """Return the link of an instance that is the same engine, by other settings. It stays open."""
+        link = self._links[InstanceId(instance.id)]
+        assert link.settings.url == instance.url, instance
+        changed = replace(link, settings=instance, api_key=read_api_key(instance))
+        self._links[link.id] = changed
+        self._follow(changed)
+        return changed
+
+    def follow_limits(self) -> None:
+        """Let the time-outs and limits that are in force now hold for all."""
+        for link in self:
+            self._follow(link)
+
+    def _follow(self, link: Link) -> None:
+        settings = self._live.current
+        limits = settings.limits
+        link.upstream.set_limits(
+            connect_timeout_s=limits.connect_timeout_s,
+            read_timeout_s=limits.upstream_timeout_s,
+            connections_max=limits.connections_per_instance_max,
+        )
+        link.api.reconfigure(timeout_s=settings.health.timeout_s, api_key=link.api_key)
 
     def remove(self, instance_id: InstanceId) -> Link:
         """Return the link of an instance that is here no more, to be closed."""
@@ -101,9 +126,15 @@ class Links:
             await link.close()
 
 
+def read_api_key(instance: InstanceSettings) -> str | None:
+    """Return the engine's own key, None if it has none."""
+    return os.environ[instance.api_key_env] if instance.api_key_env is not None else None
+
+
 def _open(instance: InstanceSettings, settings: Settings) -> Link:
-    api_key = os.environ[instance.api_key_env] if instance.api_key_env is not None else None
+    api_key = read_api_key(instance)
     limits = settings.limits
+    tls = instance.tls.context() if instance.tls is not None else None
     return Link(
         id=InstanceId(instance.id),
         settings=instance,
@@ -112,7 +143,8 @@ def _open(instance: InstanceSettings, settings: Settings) -> Link:
             connect_timeout_s=limits.connect_timeout_s,
             read_timeout_s=limits.upstream_timeout_s,
             connections_max=limits.connections_per_instance_max,
+            tls=tls,
         ),
-        api=EngineApi(instance.url, timeout_s=settings.health.timeout_s, api_key=api_key),
+        api=EngineApi(instance.url, timeout_s=settings.health.timeout_s, api_key=api_key, tls=tls),
         api_key=api_key,
     )

@@ -105,7 +105,7 @@ class LiveView:
         return {
             "requests": int(metrics.requests.total()),
             "active_requests": sum(load.active_requests for load in loads.values()),
-            "queue_requests": self._prompts.waiting,
+            "queue_requests": self._prompts.waiting + self._requests_held(),
             "rejected": int(metrics.rejected.total()),
             "retries": int(metrics.retries.total()),
             "broken_off": int(metrics.broken_off.total()),
@@ -118,6 +118,10 @@ class LiveView:
             "turns_seen": len(ttft),
             "pool_up": self._pooling.health.is_up if self._pooling is not None else None,
         }
+
+    def _requests_held(self) -> int:
+        admission = self._driver.core.admission
+        return len(admission.queue) if admission is not None else 0
 
     def _instances(self) -> Part:
         fleet = list(self._driver.core.fleet)

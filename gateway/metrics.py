@@ -6,18 +6,20 @@ chose: models that no instance serves share one value, routes are named by their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moongate.gateway import merged_metrics
 from moongate.gateway.divergence import Divergence
 from moongate.gateway.handing_over import HandoffResult
 from moongate.gateway.monitor import Monitor
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
 from moongate.gateway.prompt_outline import Cause
+from moongate.gateway.rates import Measure
 from moongate.gateway.receipt import Receipt
 from moongate.gateway.seeding import SeedingResult
 from moongate.gateway.shared_state import SharedState
@@ -26,9 +28,12 @@ from moongate.gateway.trace_export import TraceResult
 from moongate.router import FailureKind, RouterCore, Tier
 
 SHED_CODES = frozenset(
-    {"no_instance", "queue_full", "gateway_pool", "body_too_large", "headers_too_large"}
-)
-"""Refusals for want of room, which `moongate_rejected_total` counts by reason."""
+    {
+        "no_instance", "queue_full", "queue_timeout", "gateway_pool", "body_too_large", "headers_too_large",
+        "invalid_api_key", *(measure.value for measure in Measure),
+    }
+)  # fmt: skip
+"""Refusals for want of room or of rights, which `moongate_rejected_total` counts by reason."""
 
 UNKNOWN_MODEL = "unknown"
 UNMATCHED_ROUTE = "unmatched"
@@ -48,7 +53,9 @@ TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536, 131_072, 262_144)
 class Metrics:
     """What the edge counts. `registry` is this gateway's own, so that tests can have several."""
 
-    def __init__(self, core: RouterCore, prompts: PromptPipeline) -> None:
+    def __init__(
+        self, core: RouterCore, prompts: PromptPipeline, clock: Callable[[], float]
+    ) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Tally(
@@ -67,6 +74,10 @@ class Metrics:
         self.settle_seconds = Distribution(
             "moongate_settle_seconds", "Time that turns waited for events of the turn before",
             buckets=SETTLE_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.queue_seconds = Distribution(
+            "moongate_queue_seconds", "Time that requests waited for an instance with room",
+            buckets=SECONDS_BUCKETS, registry=r,
         )  # fmt: skip
         self.ttft_seconds = Distribution(
             "moongate_ttft_seconds", "Time from a request's arrival to its answer's first byte",
@@ -135,7 +146,7 @@ class Metrics:
             buckets=POOL_BUCKETS, registry=r,
         )  # fmt: skip
         self._begin_at_zero()
-        r.register(_CurrentState(core, prompts))
+        r.register(_CurrentState(core, prompts, clock))
 
     def _begin_at_zero(self) -> None:
         """Let what is alarming when it first happens be there before it does."""
@@ -163,6 +174,10 @@ class Metrics:
         self.divergences.add(1, cause)
         self.diverged_tokens.add(found.lost_tokens, cause)
 
+    async def tell(self, _: bytes) -> bytes:
+        """Return all of them, for another worker (`merged_metrics.py`)."""
+        return merged_metrics.encode(merged_metrics.snapshot(self.registry))
+
     def watch(
         self, monitor: Monitor, pooling: Pooling | None, state: SharedState | None = None
     ) -> None:
@@ -173,19 +188,32 @@ class Metrics:
 class _CurrentState(Collector):
     """Reads the core and the prompt pipeline at the time of the scrape, so that nothing is counted twice."""
 
-    def __init__(self, core: RouterCore, prompts: PromptPipeline) -> None:
+    def __init__(
+        self, core: RouterCore, prompts: PromptPipeline, clock: Callable[[], float]
+    ) -> None:
         self._core = core
         self._prompts = prompts
+        self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
         yield from self._instance_metrics()
         yield from self._index_metrics()
-        queue = GaugeMetricFamily("moongate_queue_requests", "Requests whose prompt is being read")
-        queue.add_metric([], self._prompts.waiting)
-        yield queue
+        admission, reading = self._core.admission, self._prompts.waiting
+        held = len(admission.queue) if admission is not None else 0
+        yield GaugeMetricFamily(
+            "moongate_queue_requests", "Requests that wait before they are forwarded",
+            reading + held,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "moongate_reading_requests", "Of these, those whose prompt is being read", reading
+        )
         memory = GaugeMetricFamily("moongate_prompt_memory_bytes", "What was tokenised before")
         memory.add_metric([], self._prompts.memory_bytes)
         yield memory
+        if self._core.outbox.is_open:
+            yield GaugeMetricFamily(
+                "moongate_peers", "Other gateways whose load is known", float(len(self._core.peers))
+            )
 
     def _instance_metrics(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("moongate_instance_up", "1 if healthy", labels=["instance"])
@@ -195,13 +223,29 @@ class _CurrentState(Collector):
         trust = GaugeMetricFamily(
             "moongate_index_trust", "2 exact, 1 degraded, 0 approximate", labels=["instance"]
         )
+        breakers = GaugeMetricFamily(
+            "moongate_breaker_state", "0 closed, 1 half open, 2 open", labels=["instance"]
+        )
+        openings = CounterMetricFamily(
+            "moongate_breaker_openings", "Times that an instance's breaker opened",
+            labels=["instance"],
+        )  # fmt: skip
+        slowness = GaugeMetricFamily(
+            "moongate_instance_slowness",
+            "How many times later first bytes come than from others; 1: like them",
+            labels=["instance"],
+        )  # fmt: skip
+        now = self._clock()
         for instance in self._core.fleet:
             name, holders = [instance.spec.id], instance.holders
+            breakers.add_metric(name, float(instance.breaker.state(now)))
+            openings.add_metric(name, instance.breaker.openings)
+            slowness.add_metric(name, instance.latency.slowness)
             up.add_metric(name, float(instance.is_healthy and instance.facts is not None))
-            loads = (self._core.loads.get(holder).active_requests for holder in holders)
+            loads = (self._core.loads.get_own(holder).active_requests for holder in holders)
             inflight.add_metric(name, sum(loads))
             trust.add_metric(name, min(self._core.sources.trust(holder) for holder in holders))
-        yield from (up, inflight, trust)
+        yield from (up, inflight, trust, breakers, openings, slowness)
 
     def _index_metrics(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(

@@ -20,12 +20,13 @@ from moongate.gateway.discovery import Description, describe
 from moongate.gateway.driver import Driver
 from moongate.gateway.engine_api import EngineCallFailed
 from moongate.gateway.links import Link, Links
+from moongate.gateway.live_settings import LiveSettings
 from moongate.gateway.pooling import Pooling
 from moongate.gateway.prompt import PromptPipeline
-from moongate.gateway.settings import HealthSettings
 from moongate.gateway.subscriber import Subscriber
 from moongate.router import (
     InstanceAdded,
+    InstanceChanged,
     InstanceDescribed,
     InstanceId,
     InstanceProbed,
@@ -49,19 +50,16 @@ class Monitor:
         self,
         driver: Driver,
         links: Links,
-        health: HealthSettings,
+        live: LiveSettings,
         prompts: PromptPipeline,
         clock: Callable[[], float],
-        *,
-        opens_sources: bool,
         pooling: Pooling | None = None,
     ) -> None:
         self._driver = driver
         self._links = links
-        self._health = health
+        self._live = live
         self._prompts = prompts
         self._clock = clock
-        self._opens_sources = opens_sources
         self._pooling = pooling
         self._context = zmq.asyncio.Context()
         self._watches: dict[InstanceId, _Watch] = {}
@@ -81,6 +79,22 @@ class Monitor:
         self._watches[link.id] = watch
         self._driver.handle(InstanceAdded(link.spec))
         watch.task = asyncio.create_task(self._watch(watch))
+
+    def change(self, link: Link) -> None:
+        """Go on with an instance by other settings: it keeps its work, and is described again now."""
+        watch = self._watches[link.id]
+        watch.link = link
+        self._driver.handle(InstanceChanged(link.spec))
+        watch.describe_anew()
+
+    def describe_all(self) -> None:
+        """Describe all instances anew: which of their events are wanted may have changed."""
+        for watch in self._watches.values():
+            watch.describe_anew()
+
+    @property
+    def _opens_sources(self) -> bool:
+        return self._driver.core.policy.name != "prefix_affinity"
 
     def unwatch(self, instance_id: InstanceId) -> None:
         """Forget an instance: it gets no more work, and nothing that it announced counts."""
@@ -134,7 +148,7 @@ class Monitor:
                 logger.exception("instance %s could not be checked", watch.link.id)
             # Not `wait_for`, which until Python 3.12 can lose a cancellation.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._health.interval_s):
+                async with asyncio.timeout(self._live.current.health.interval_s):
                     await watch.wake.wait()
 
     async def _check(self, watch: _Watch) -> None:
@@ -144,7 +158,7 @@ class Monitor:
             await link.api.check_health()
             if watch.described_at is None:
                 await self._describe(watch)
-            elif self._clock() - watch.described_at >= DESCRIBE_AGAIN_S:
+            elif watch.is_outdated or self._clock() - watch.described_at >= DESCRIBE_AGAIN_S:
                 await self._describe_again(watch)
         except (EngineCallFailed, FactsError) as error:
             is_gone = isinstance(error, EngineCallFailed) and error.is_gone
@@ -169,6 +183,7 @@ class Monitor:
             watch.described_at = self._clock()
 
     async def _describe(self, watch: _Watch) -> None:
+        watch.is_outdated = False
         description = await describe(watch.link)
         await self._learn_models(watch, description)
         watch.described_at = self._clock()
@@ -176,10 +191,10 @@ class Monitor:
         self._driver.handle(InstanceDescribed(watch.link.id, description.facts))
         self.cached_by_source[watch.link.id] = description.cached_by_source
         self._describe_to_pool(watch, description)
-        if self._opens_sources:
-            await self._open_sources(watch.link, description.publishers)
-            if not watch.is_well:
-                await self._driver.until_synced(watch.link.id)
+        publishers = description.publishers if self._opens_sources else ()
+        await self._open_sources(watch.link, publishers)
+        if publishers and not watch.is_well:
+            await self._driver.until_synced(watch.link.id)
 
     def _describe_to_pool(self, watch: _Watch, description: Description) -> None:
         if self._pooling is None:
@@ -240,4 +255,9 @@ class _Watch:
         self.is_well: bool | None = None
         self.was_gone = False  # nothing listened there since it was last described
         self.described_at: float | None = None
+        self.is_outdated = False  # the description: what it was made by has changed
         self.tokenized_as: dict[str, str] = {}
+
+    def describe_anew(self) -> None:
+        self.is_outdated = True
+        self.wake.set()

@@ -130,7 +130,7 @@ class Pooling:
         self._store = store
         self._driver = driver
         self._clock = clock
-        self._budget_s = budget_s
+        self.budget_s = budget_s
         self._rules = rules
         self._on_lookup = on_lookup
         self._stored_within_s = stored_within_s
@@ -331,7 +331,7 @@ class Pooling:
             return None
         began = self._clock()
         try:
-            async with asyncio.timeout(self._budget_s):
+            async with asyncio.timeout(self.budget_s):
                 prefix = await lookup.run(likely)
             turn.space.directory.note_answer(turn.chain, turn.usable_blocks, prefix, self._clock())
         except TimeoutError:

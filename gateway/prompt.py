@@ -197,6 +197,12 @@ class PromptPipeline:
             return "local"
         return "remote" if known.has_remote else "none"
 
+    def set_limits(self, *, budget_s: float, waiting_max: int, memory_bytes_max: int) -> None:
+        """Let these hold from now on. What is remembered shrinks when more is to be remembered."""
+        self._budget_s = self._tokenizing.budget_s = self._rendering.budget_s = budget_s
+        self._waiting_max = waiting_max
+        self._tokenizing.memory.bytes_max = memory_bytes_max
+
     def forget(self, api: EngineApi) -> None:
         """Forget an instance that is here no more."""
         self._takers.discard(api)

@@ -96,7 +96,7 @@ class PromptMemory:
     """Bounded by `bytes_max`; see the module. Not for use from several threads."""
 
     def __init__(self, bytes_max: int, opening_chars_min: int = OPENING_CHARS_MIN) -> None:
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._levels = [int(opening_chars_min * LEVEL_RATIO**n) for n in range(48)]
         self._bytes = 0
         self._entries: OrderedDict[object, tuple[Value, int]] = OrderedDict()
@@ -232,9 +232,9 @@ class PromptMemory:
             self._bytes -= previous[1]
         self._entries[key] = (value, size)
         self._bytes += size
-        if size > self._bytes_max:
+        if size > self.bytes_max:
             self._drop(key)
-        while self._bytes > self._bytes_max:
+        while self._bytes > self.bytes_max:
             self._drop(next(iter(self._entries)))
 
     def _drop(self, key: object) -> None:

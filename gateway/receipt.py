@@ -29,9 +29,11 @@ class Receipt:
     is_stream: bool
     began_at_s: float  # unix time
     decision: Decision  # the last one; there are several where an attempt failed
+    tenant: str = ""  # whose it is; "" where no keys are asked for
     trace_id: str | None = None  # of the trace that it is in, if that is recorded
     number: int = 0  # rises from receipt to receipt of one gateway
     attempts: int = 1
+    queue_ms: float | None = None  # that it waited for an instance with room; None: it didn't
     ttft_ms: float | None = None  # from the whole request to its answer's first byte
     status: int | None = None  # None: under way
     e2e_ms: float | None = None
@@ -87,8 +89,10 @@ def receipt_as_json(receipt: Receipt) -> dict[str, Any]:
         "route": receipt.route,
         "model": receipt.model,
         "session": name_session(session_key) if session_key is not None else None,
+        "tenant": receipt.tenant or None,
         "is_stream": receipt.is_stream,
         "attempts": receipt.attempts,
+        "queue_ms": _rounded(receipt.queue_ms),
         "ttft_ms": _rounded(receipt.ttft_ms),
         **decision_as_json(receipt.decision),
         "outcome": _outcome_as_json(receipt) if receipt.status is not None else None,

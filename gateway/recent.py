@@ -26,7 +26,7 @@ SLOWNESS: Mapping[str, Callable[[Receipt], float]] = {
 class Wanted:
     """Which receipts an operator asks for; None: any.
 
-    `session`: a key, or its name. `after`: only those with a higher number.
+    `session`: a key (of a tenant's `TENANT/KEY`), or its name. `after`: only those with a higher number.
     """
 
     session: str | None = None
@@ -58,6 +58,10 @@ class RecentReceipts:
     def __init__(self, count_max: int) -> None:
         self._ring: deque[Receipt] = deque(maxlen=count_max)
         self._count = 0
+
+    def resize(self, count_max: int) -> None:
+        """Keep so many from now on, the last ones."""
+        self._ring = deque(self._ring, maxlen=count_max)
 
     def add(self, receipt: Receipt) -> None:
         """Take in a receipt and number it."""

@@ -117,15 +117,16 @@ async def relay_events(
     opened: Opened,
     client: Client,
     on_end: Callable[[UsageReader], None],
+    usage: UsageReader,
     *,
     edit: Edit | None = None,
 ) -> Relayed:
-    """Pass whole events on as they come. `edit`: what is done to them.
+    """Pass whole events on as they come. `edit`: what is done to them. `usage`: reads them first.
 
     `on_end` is called with the event that ends the stream, before it is passed on: a client may leave as
     soon as it has it.
     """
-    answer, usage = opened.answer, UsageReader()
+    answer = opened.answer
     splitter = EventSplitter(EDITED_BYTES_MAX) if edit is not None else EventSplitter()
     first: list[bytes] = []
     try:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -22,6 +22,7 @@ import orjson
 from redis.asyncio.client import Pipeline
 
 from moongate.gateway.errors import failed_event
+from moongate.gateway.json_edits import read_top_level
 from moongate.gateway.response_store import ResponseStore, StoredResponse
 from moongate.gateway.shared_state import SharedState, StateRefused, StateUnavailable
 
@@ -57,25 +58,34 @@ class _Content(msgspec.Struct, array_like=True):
     events: bytes
 
 
+class _Write(NamedTuple):
+    """Something that waits to be written."""
+
+    commands: Callable[[Pipeline], object]
+    size_bytes: int
+    on_answers: Callable[[Sequence[object]], None] | None
+
+
 _read_head = msgspec.msgpack.Decoder(_Head).decode
 _read_content = msgspec.msgpack.Decoder(_Content).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _write = msgspec.msgpack.Encoder().encode
 
 
 class SharedResponses:
-    """`store` is this replica's own. `running`: ids of responses that this replica computes, as they are
-    at any time. Create it inside the event loop.
+    """`store` is this replica's own. `running`: tenants and ids of responses that this replica computes, as they
+    are at any time. Create it inside the event loop.
     """
 
     def __init__(self, store: ResponseStore, state: SharedState, ttl_s: float) -> None:
         self._store = store
         self._state = state
         self._ttl_s = max(1, round(ttl_s))
-        self._writes: asyncio.Queue[tuple[Callable[[Pipeline], object], int]] = asyncio.Queue()
+        self._writes: asyncio.Queue[_Write] = asyncio.Queue()
         self._waiting_bytes = 0
-        self._cancels: set[str] = set()
+        self._cancels: set[tuple[str, str]] = set()
         self._writing = asyncio.create_task(self._keep_writing())
-        self.running: Collection[str] = ()
+        self.running: Collection[tuple[str, str]] = ()
 
     async def close(self) -> None:
         """Write what waits, if that goes quickly."""
@@ -141,13 +151,22 @@ class SharedResponses:
         if own is None or own.version != head.line[0][1]:
             found = await self._load(tenant, head, now)
         else:
-            self._later(lambda p: self._touch(p, tenant, head.line))
-        if found is None or not head.is_running or response_id in self.running:
+            self._touch_all(own, head)
+        if found is None or not head.is_running or (tenant, response_id) in self.running:
             return found
         (runs,) = await self._state.ask(lambda p: p.exists(_key(tenant, response_id, "run")))
         # Leases that ran out while Redis was away say nothing.
         is_sure = now - self._state.up_since > LEASE_S
         return self._failed(found, now) if is_sure and not runs else found
+
+    def _touch_all(self, own: StoredResponse, head: _Head) -> None:
+        """Let what a response is made of live on in Redis, and put there what it has lost."""
+
+        def write_lost(found: Sequence[object]) -> None:
+            if not all(found):
+                self.put(own, is_lost=True)
+
+        self._later(lambda p: self._touch(p, own.tenant, head.line), on_answers=write_lost)
 
     async def _load(self, tenant: str, head: _Head, now: float) -> StoredResponse | None:
         """Return a response whose contents are here or there. Raises: StateUnavailable."""
@@ -161,7 +180,7 @@ class SharedResponses:
             if own is not None:
                 response = own
                 continue
-            content = _read(read[name], _read_content) if read[name] is not None else None
+            content = _read(read[name], _read_whole) if read[name] is not None else None
             if content is None:
                 return None  # part of its conversation has expired
             response = StoredResponse(
@@ -194,9 +213,9 @@ class SharedResponses:
 
     def _failed(self, response: StoredResponse, now: float) -> StoredResponse:
         """Note that whoever computed a response is gone."""
-        told = orjson.loads(response.response)
         failure = {"code": "server_error", "message": "the gateway that computed it is gone"}
-        told = {**told, "status": "failed", "error": failure}
+        named = {"id": response.id, "object": "response"}
+        told = {**named, **_object_of(response.response), "status": "failed", "error": failure}
         events = failed_event(told, 0) if response.is_stream else b""
         failed = StoredResponse(
             response.tenant, response.id, response.previous, response.input_items, b"",
@@ -210,7 +229,7 @@ class SharedResponses:
 
     def put(self, response: StoredResponse, *, is_lost: bool = False) -> None:
         """Let the other replicas know a response, soon. `is_lost`: Redis had it, and those before it."""
-        if response.is_running and is_lost and response.id not in self.running:
+        if response.is_running and is_lost and (response.tenant, response.id) not in self.running:
             return  # whoever computes it says so
         line = [*response.line()]
         written = line if is_lost else line[:1]
@@ -235,31 +254,31 @@ class SharedResponses:
 
     # --- in the background ------------------------------------------------------------------------
 
-    async def renew(self, tenant: str) -> Sequence[str]:
+    async def renew(self) -> Sequence[tuple[str, str]]:
         """Say which responses are still computed here; return those of which another replica has said
         that they are to end (see `take_cancel`), or may have thought that they were lost."""
-        ids = [*self.running]
+        names = [*self.running]
 
         def renew(pipeline: Pipeline) -> None:
-            for response_id in ids:
-                pipeline.getdel(_key(tenant, response_id, "cancel"))
-            for response_id in ids:
-                key = _key(tenant, response_id, "run")
+            for name in names:
+                pipeline.getdel(_key(*name, "cancel"))
+            for name in names:
+                key = _key(*name, "run")
                 pipeline.set(key, b"", px=round(LEASE_S * 1000), get=True)
 
         try:
-            answers = await self._state.tell(renew) if ids else []
+            answers = await self._state.tell(renew) if names else []
         except StateUnavailable:
             return ()
-        cancels, leases = answers[: len(ids)], answers[len(ids) :]
-        self._cancels |= {one for one, found in zip(ids, cancels, strict=False) if found}
-        lapsed = {one for one, lease in zip(ids, leases, strict=False) if lease is None}
-        return [one for one in ids if one in self._cancels or one in lapsed]
+        cancels, leases = answers[: len(names)], answers[len(names) :]
+        self._cancels |= {one for one, found in zip(names, cancels, strict=False) if found}
+        lapsed = {one for one, lease in zip(names, leases, strict=False) if lease is None}
+        return [one for one in names if one in self._cancels or one in lapsed]
 
-    def take_cancel(self, response_id: str) -> bool:
+    def take_cancel(self, name: tuple[str, str]) -> bool:
         """Tell, once, whether another replica wants a response ended that is computed here."""
-        is_wanted = response_id in self._cancels
-        self._cancels.discard(response_id)
+        is_wanted = name in self._cancels
+        self._cancels.discard(name)
         return is_wanted
 
     async def ask_to_cancel(self, tenant: str, response_id: str) -> None:
@@ -270,32 +289,39 @@ class SharedResponses:
 
     # --- the queue --------------------------------------------------------------------------------
 
-    def _later(self, commands: Callable[[Pipeline], object], size_bytes: int = 256) -> None:
+    def _later(
+        self,
+        commands: Callable[[Pipeline], object],
+        size_bytes: int = 256,
+        on_answers: Callable[[Sequence[object]], None] | None = None,
+    ) -> None:
         if self._waiting_bytes + size_bytes <= WAITING_BYTES_MAX:
             self._waiting_bytes += size_bytes
-            self._writes.put_nowait((commands, size_bytes))
+            self._writes.put_nowait(_Write(commands, size_bytes, on_answers))
 
     async def _keep_writing(self) -> None:
         while True:
-            commands, size_bytes = await self._writes.get()
+            waiting = await self._writes.get()
             try:
-                await self._write(commands)
+                await self._write(waiting)
             except Exception:
                 logger.exception("a bug of ours")
             finally:
-                self._waiting_bytes -= size_bytes
+                self._waiting_bytes -= waiting.size_bytes
                 self._writes.task_done()
 
-    async def _write(self, commands: Callable[[Pipeline], object]) -> None:
+    async def _write(self, waiting: _Write) -> None:
         """Write, if need be once Redis is back: in this order, and none is left out."""
         while True:
             try:
-                await self._state.tell(commands)
+                answers = await self._state.tell(waiting.commands)
             except StateRefused:
                 return  # this replica has it
             except StateUnavailable:
                 await asyncio.sleep(WRITE_RETRY_S)
             else:
+                if waiting.on_answers is not None:
+                    waiting.on_answers(answers)
                 return
 
 
@@ -305,9 +331,27 @@ def _key(tenant: str, response_id: str, part: str = "") -> str:
     return "moongate:response:" + ":".join(quote(name, safe="") for name in names)
 
 
+def _read_whole(value: bytes) -> _Content:
+    """Return a content of which every part can be used. Raises: msgspec.DecodeError, RecursionError."""
+    content = _read_content(value)
+    for items in (content.input_items, content.output_items):
+        _read_list(b"[" + items + b"]")
+    read_top_level(content.response)
+    return content
+
+
+def _object_of(response: bytes) -> dict[str, Any]:
+    """Return a response as it was told, empty if it can only be passed on."""
+    try:
+        told = orjson.loads(response)
+    except orjson.JSONDecodeError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
 def _read(value: bytes, read: Callable[[bytes], _Value]) -> _Value | None:
     try:
         return read(value)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         logger.warning("a value in Redis isn't one of ours")
         return None

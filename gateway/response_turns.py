@@ -26,9 +26,6 @@ from moongate.gateway.shared_state import StateUnavailable
 RUNNING = ("queued", "in_progress")
 """States of a response that isn't complete."""
 
-NO_TENANT = ""
-"""Whose everything is, as long as nobody is told apart."""
-
 _FINAL = re.compile(
     rb"^event: ?response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*)$", re.MULTILINE
 )
@@ -47,8 +44,8 @@ class ResponseTurns:
         self.shared = shared
         self._clock = clock
 
-    async def begin(self, body: Body, route: Route) -> ResponseTurn:
-        """Return the turn that a body asks for.
+    async def begin(self, tenant: str, body: Body, route: Route) -> ResponseTurn:
+        """Return the turn that a tenant's body asks for.
 
         Raises: GatewayError (404) for a response that isn't known, has expired or is another tenant's.
         """
@@ -60,8 +57,8 @@ class ResponseTurns:
         if not isinstance(previous_id, str):
             # Of another type the engine says better what is wrong.
             items = _own_items(body) if keeps and previous_id is None else None
-            return ResponseTurn(self, body, items, None)
-        previous = await self.find(previous_id, "previous_response_id")
+            return ResponseTurn(self, tenant, body, items, None)
+        previous = await self.find(tenant, previous_id, "previous_response_id")
         if previous.is_running:
             message = f"Response with id {previous_id[:200]!r} is still in progress."
             raise GatewayError(400, message, "invalid_request", "previous_response_id")
@@ -69,16 +66,17 @@ class ResponseTurns:
         if items is None:
             raise no_items()
         raw = _with_input(body.raw, [previous.history(), items])
-        return ResponseTurn(self, parse_body(raw, route), items if keeps else None, previous)
+        joined = parse_body(raw, route)
+        return ResponseTurn(self, tenant, joined, items if keeps else None, previous)
 
-    async def find(self, response_id: str, param: str) -> StoredResponse:
-        """Return a stored response. Raises: GatewayError (404, 503)."""
+    async def find(self, tenant: str, response_id: str, param: str) -> StoredResponse:
+        """Return a tenant's stored response. Raises: GatewayError (404, 503)."""
         now = self._clock()
         if self.shared is None:
-            found = self.store.find(NO_TENANT, response_id, now)
+            found = self.store.find(tenant, response_id, now)
         else:
             try:
-                found = await self.shared.find(NO_TENANT, response_id, now)
+                found = await self.shared.find(tenant, response_id, now)
             except StateUnavailable as error:
                 message = "it can't be asked now which responses other replicas have"
                 raise GatewayError(
@@ -89,20 +87,23 @@ class ResponseTurns:
             raise GatewayError(404, message, "response_not_found", param)
         return found
 
-    def keep(self, response: bytes, input_items: bytes, previous: StoredResponse | None) -> None:
+    def keep(
+        self, tenant: str, response: bytes, input_items: bytes, previous: StoredResponse | None
+    ) -> None:
         """Keep an answer, if it is a response."""
         read = _read_response(response)
         if read is None:
             return
         self._put(
             StoredResponse(
-                NO_TENANT, read.id, previous, input_items, read.output_items, response,
+                tenant, read.id, previous, input_items, read.output_items, response,
                 version=_version(),
             )
         )  # fmt: skip
 
     def put(
         self,
+        tenant: str,
         response: Mapping[str, Any],
         input_items: bytes,
         previous: StoredResponse | None,
@@ -122,7 +123,7 @@ class ResponseTurns:
         name = response["id"]
         self._put(
             StoredResponse(
-                NO_TENANT, name, previous, input_items, output, text, events, _version(),
+                tenant, name, previous, input_items, output, text, events, _version(),
                 is_stream, is_running,
             )
         )  # fmt: skip
@@ -133,11 +134,11 @@ class ResponseTurns:
         if self.shared is not None and self.store.bytes_max:
             self.shared.put(response)
 
-    def forget(self, response_id: str) -> None:
+    def forget(self, tenant: str, response_id: str) -> None:
         """Forget a response; those that continue it stay whole."""
-        self.store.remove(NO_TENANT, response_id)
+        self.store.remove(tenant, response_id)
         if self.shared is not None:
-            self.shared.remove(NO_TENANT, response_id)
+            self.shared.remove(tenant, response_id)
 
 
 class ResponseTurn:
@@ -146,11 +147,13 @@ class ResponseTurn:
     def __init__(
         self,
         turns: ResponseTurns,
+        tenant: str,
         body: Body,
         own_items: bytes | None,
         previous: StoredResponse | None,
     ) -> None:
         """`own_items`: what this turn adds to the conversation. None: its answer isn't kept."""
+        self.tenant = tenant
         self.body = body
         self.own_items = own_items
         self.previous = previous
@@ -194,7 +197,7 @@ class ResponseTurn:
 
     def _keep(self, response: bytes) -> None:
         if self.own_items is not None:
-            self._turns.keep(response, self.own_items, self.previous)
+            self._turns.keep(self.tenant, response, self.own_items, self.previous)
 
 
 def _version() -> str:

@@ -42,6 +42,7 @@ class Route:
         False  # a text, about which an engine's KV connector may have something to say
     )
     family: ApiFamily = ApiFamily.OPENAI
+    is_cached: bool = True  # engines may find its prompt in their caches
 
 
 PROXIED: dict[str, Route] = {
@@ -54,8 +55,8 @@ PROXIED: dict[str, Route] = {
         Route("/v1/score"),
         Route("/v1/responses", PromptKind.RESPONSES, generates=True, family=ApiFamily.RESPONSES),
         Route("/v1/messages", PromptKind.MESSAGES, generates=True, family=ApiFamily.ANTHROPIC),
-        Route("/v1/messages/count_tokens", family=ApiFamily.ANTHROPIC),
-        Route("/tokenize", needs_model=False),
-        Route("/detokenize", needs_model=False),
+        Route("/v1/messages/count_tokens", family=ApiFamily.ANTHROPIC, is_cached=False),
+        Route("/tokenize", needs_model=False, is_cached=False),
+        Route("/detokenize", needs_model=False, is_cached=False),
     )
 }

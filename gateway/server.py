@@ -1,7 +1,8 @@
 """Runs the gateway on a socket until it is told to stop.
 
 SIGTERM and SIGINT drain: the listener and idle connections close at once, running answers may end
-within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP, which will reload, is noted and ignored.
+within `drain.limit_s`. A second signal breaks them off; what is open is closed even then. SIGHUP reads the
+configuration again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 from collections.abc import Generator
@@ -21,7 +23,7 @@ import uvloop
 
 from moongate.gateway.app import Gateway
 from moongate.gateway.client_protocol import ClientProtocol
-from moongate.gateway.settings import Settings
+from moongate.gateway.config_file import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ sends a request into a connection that is just being closed."""
 CLOSING_S = 2.0
 """For ending and closing, when the server is to stop at once."""
 
+ORPHAN_CHECK_S = 1.0
+
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Options of glibc's `mallopt` (malloc.h)."""
 
@@ -40,12 +44,17 @@ class ListenError(OSError):
     """The address can't be listened on; the text says which and why."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Port 0 takes any free one. Raises: ListenError."""
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a bound socket. Port 0 takes any free one. `is_shared`: with this user's other workers.
+
+    Raises: ListenError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio, unlike uvloop, sends small pieces at once only where the protocol is named.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
@@ -83,9 +92,11 @@ class GatewayServer:
     def __init__(self, gateway: Gateway, sock: socket.socket) -> None:
         self.gateway = gateway
         self._socket = sock
+        tls = gateway.settings.listen.tls
         self._server = _Server(
             uvicorn.Config(
                 gateway,
+                ssl_context_factory=(lambda *_: tls.context()) if tls is not None else None,
                 http=ClientProtocol,
                 ws="none",
                 lifespan="on",
@@ -94,7 +105,6 @@ class GatewayServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(gateway.settings.drain.limit_s),
             )
         )
 
@@ -109,6 +119,12 @@ class GatewayServer:
 
     def request_stop(self) -> None:
         """Drain; asked again, stop at once."""
+        limit_s = self.gateway.settings.drain.limit_s
+        if self._server.should_exit:
+            logger.warning("told to stop again: what still runs is broken off")
+        else:
+            logger.info("told to stop: nothing new is taken, what runs may take %g s", limit_s)
+        self._server.config.timeout_graceful_shutdown = math.ceil(limit_s)
         self._server.force_exit = self._server.should_exit
         self._server.should_exit = True
         self.gateway.readiness.is_draining = True
@@ -117,16 +133,15 @@ class GatewayServer:
         """Serve until asked to stop. Raises: SystemExit, where the gateway can't start."""
         with self._socket:
             await self._server.serve(sockets=[self._socket])
+        logger.info("the gateway has stopped")
 
 
 def handle_signals(server: GatewayServer) -> None:
-    """Let SIGTERM and SIGINT ask the server to stop. Call inside the event loop."""
+    """Let SIGTERM and SIGINT ask the server to stop, and SIGHUP to reload. Call inside the event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
-    loop.add_signal_handler(
-        signal.SIGHUP, logger.warning, "SIGHUP: this version does not reload; restart it instead"
-    )
+    loop.add_signal_handler(signal.SIGHUP, server.gateway.reload_soon)
 
 
 def spare_collector() -> None:
@@ -156,17 +171,37 @@ def keep_memory() -> None:
             libc.mallopt(option, size)
 
 
-def run(settings: Settings) -> None:
-    """Serve until a signal asks to stop. Raises: ListenError."""
-    sock = listen(settings.listen.host, settings.listen.port)
+async def _stop_as_orphan(server: GatewayServer, parent: int) -> None:
+    """Stop a worker whose parent has ended without a word."""
+    while True:
+        await asyncio.sleep(ORPHAN_CHECK_S)
+        if os.getppid() != parent:  # nobody tells
+            break
+    logger.error("the process that started this worker is gone, so it stops")
+    server.request_stop()
+
+
+def run(loaded: Loaded, hub: str | None = None) -> None:
+    """Serve as a file says until a signal asks to stop. `hub`: where this process meets other workers.
+
+    Raises: ListenError.
+    """
+    settings = loaded.settings
+    host, parent = settings.listen.host, os.getppid()
+    sock = listen(host, settings.listen.port, is_shared=hub is not None)
 
     async def main() -> None:
-        server = GatewayServer(Gateway(settings), sock)
+        server = GatewayServer(Gateway(settings, loaded=loaded, hub=hub), sock)
         handle_signals(server)
-        host = settings.listen.host
-        logger.info("moongate listens on http://%s:%d", host, server.port)
         spare_collector()
         keep_memory()
+        if hub is None:
+            scheme = "https" if settings.listen.tls is not None else "http"
+            logger.info("moongate listens on %s://%s:%d", scheme, host, server.port)
+            await server.serve()
+            return
+        watching = asyncio.create_task(_stop_as_orphan(server, parent))
         await server.serve()
+        watching.cancel()
 
     uvloop.run(main())

@@ -1,8 +1,7 @@
 """The configuration file: its shape, its limits, and errors that name file, line and key.
 
 One YAML file, checked as a whole: unknown keys are errors, and nothing takes effect unless all of it
-is right. `${NAME}` and `${NAME:-default}` in strings are replaced from the environment. Sections
-that later versions will know are refused by name rather than ignored.
+is right. `${NAME}` and `${NAME:-default}` in strings are replaced from the environment.
 """
 
 from __future__ import annotations
@@ -24,17 +23,22 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
 
 from moongate.engine_plugins.vllm_facts import FactsError, connectable
+from moongate.gateway.auth_settings import AuthSettings, InstanceTlsSettings, ListenTlsSettings
 from moongate.gateway.logs import LogFormat
+from moongate.gateway.setting_section import Name
+from moongate.gateway.setting_section import Section as _Section
 from moongate.kvpool.keys import SHARDS_MAX, Shard
+from moongate.router.admission import AdmissionLimits
+from moongate.router.breaker import BreakerLimits
 from moongate.router.handoff import HandoffKind
 from moongate.router.policy import BUILT_IN, PolicyError, make_policy
 from moongate.router.seeding import SeedingLimits
@@ -44,6 +48,8 @@ HEADER_NAME = re.compile(r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}$")
 
 
 MASTER = re.compile(r"^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[1-9]\d{0,4})$", re.ASCII)
+DNS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
+DNS_NAME_CHARS_MAX = 253
 KEY_PART = re.compile(r"^(?:(?!,)[!-~]){0,256}$")
 """The master takes keys apart at commas, and is asked for them in an address."""
 
@@ -65,10 +71,6 @@ class SettingsError(ValueError):
 
 
 # --- the shape ------------------------------------------------------------------------------------
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _check_header_name(name: str) -> str:
@@ -108,6 +110,17 @@ def _has_good_port(parts: SplitResult) -> bool:
 def _is_master(address: str) -> bool:
     found = MASTER.fullmatch(address)
     return found is not None and int(found["port"]) <= 65_535
+
+
+def _is_redis(url: str) -> bool:
+    """Tell whether it is an address of a Redis, as far as can be told."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a bracket too many
+        return False
+    is_there = parts.scheme in ("redis", "rediss") and bool(parts.hostname)
+    number = parts.path.strip("/") or "0"
+    return is_there and _has_good_port(parts) and not parts.query and number.isdecimal()
 
 
 def _check_key_part(text: str) -> str:
@@ -158,6 +171,12 @@ def _is_header_value(text: str) -> bool:
     return all(" " <= char <= "~" for char in text)
 
 
+def _check_dns_name(name: str) -> str:
+    if len(name) > DNS_NAME_CHARS_MAX or not DNS_NAME.fullmatch(name):
+        raise ValueError("expected a name in DNS, such as engines.llm.svc.cluster.local")
+    return name
+
+
 def _check_policy_name(name: str) -> str:
     if name not in BUILT_IN and ":" not in name:
         raise ValueError(f"unknown policy{_nearest(name, [*BUILT_IN, 'module:Class'])}")
@@ -172,7 +191,8 @@ OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 KeyPart = Annotated[str, AfterValidator(_check_key_part)]
 HashSeed = Annotated[str, BeforeValidator(_whole_as_text)]  # YAML reads an unquoted 0 as a number
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Port = Annotated[int, Field(ge=1, le=65_535)]
+DnsName = Annotated[str, AfterValidator(_check_dns_name)]
 
 
 class ListenSettings(_Section):
@@ -180,6 +200,7 @@ class ListenSettings(_Section):
 
     host: str = "127.0.0.1"  # reachable from this machine only, until the operator says otherwise
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000  # 0: any free port
+    tls: ListenTlsSettings | None = None  # None: without encryption
 
 
 class LimitsSettings(_Section):
@@ -187,14 +208,25 @@ class LimitsSettings(_Section):
 
     body_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864  # 64 MiB; larger ones get 413
     headers_bytes_max: Annotated[int, Field(ge=1024)] = 65_536  # of one request; past it 431
-    queue_requests_max: Annotated[int, Field(ge=1)] = 1024  # whose prompts are being read
+    # That wait for one thing: for their prompts to be read, or for an instance with room.
+    queue_requests_max: Annotated[int, Field(ge=1)] = 1024
     upstream_timeout_s: Seconds = 600.0  # silence of an engine, before and between bytes
+    # Send a request once more, elsewhere, after an engine was silent for that long; it is cancelled first.
+    retry_timeouts: bool = True
     connect_timeout_s: Seconds = 5.0  # for a connection to an engine
     # Blocks that events may put into the index, 190 bytes each; past it a source is degraded.
     index_blocks_max: Annotated[int, Field(ge=1000)] = 4_000_000
     prompt_memory_bytes_max: Annotated[int, Field(ge=0)] = 268_435_456  # what was tokenised before
     # Requests that one instance may have from this gateway at a time; null: as many as come.
     connections_per_instance_max: Annotated[int, Field(ge=1)] | None = None
+    # How deeply a body may be nested; parsers end at about 1,000 by themselves.
+    json_depth_max: Annotated[int, Field(ge=8, le=1000)] = 128
+    messages_max: Annotated[int, Field(ge=1)] = (
+        100_000  # or input items, or prompts, of one request
+    )
+    stop_max: Annotated[int, Field(ge=1)] = (
+        64  # stop strings of one request; engines may take fewer
+    )
     allow_kv_transfer_params: bool = False  # let clients speak to the engine's KV connector
 
 
@@ -265,6 +297,7 @@ class InstanceSettings(_Section):
     )
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
     api_key_env: str | None = None  # variable with the engine's own key
+    tls: InstanceTlsSettings | None = None  # for an https url; None: as the system trusts
     pool: bool | None = None  # whether its engine uses the pool; None: as it shows
     # Whether it serves /v1/messages, or is asked by way of chats; auto: as it shows.
     messages: Literal["auto", "native", "chat"] = "auto"
@@ -289,6 +322,8 @@ class InstanceSettings(_Section):
             raise ValueError("kv_replay without kv_events")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"api_key_env: the variable {self.api_key_env} is not set")
+        if self.tls is not None and not self.url.startswith("https://"):
+            raise ValueError(f"tls: only for an https url, not {self.url}")
         if self.kv_connector == "mooncake" and self.role == "prefill" and not self.bootstrap_url:
             raise ValueError(
                 "kv_connector: mooncake needs the bootstrap_url of a prefill instance, such as"
@@ -304,19 +339,6 @@ class InstanceSettings(_Section):
         for endpoint in (self.kv_events, self.kv_replay):
             if endpoint is not None and endpoint.startswith("ipc://") and len(ranks) > 1:
                 raise ValueError(f"ranks: several need tcp:// addresses for events, not {endpoint}")
-        return self
-
-
-class AuthSettings(_Section):
-    """Keys. Without `forward_client_key` a client's key never reaches an engine."""
-
-    forward_client_key: bool = False  # pass clients' keys and cookies on to engines
-    admin_key_env: str | None = None  # variable with the key that /admin asks for
-
-    @model_validator(mode="after")
-    def _check(self) -> AuthSettings:
-        if self.admin_key_env is not None and not os.environ.get(self.admin_key_env):
-            raise ValueError(f"admin_key_env: the variable {self.admin_key_env} is not set")
         return self
 
 
@@ -448,14 +470,7 @@ class StateSettings(_Section):
             if self.url is not None:
                 raise ValueError("url: only with kind: redis")
             return self
-        try:
-            parts = urlsplit(self.url or "")
-            has_port = _has_good_port(parts)
-        except ValueError:
-            has_port = False
-        number = parts.path.strip("/") if has_port else "?"
-        is_good = parts.scheme in ("redis", "rediss") and bool(parts.hostname)
-        if not (has_port and is_good and not parts.query and (number or "0").isdecimal()):
+        if not _is_redis(self.url or ""):
             raise ValueError("url: expected redis://host:port/number, for kind: redis")
         return self
 
@@ -469,10 +484,128 @@ class HealthSettings(_Section):
     up_after: Annotated[int, Field(ge=1)] = 1  # good checks in a row
 
 
+class BreakerSettings(_Section):
+    """When an instance that answers health checks gets no requests all the same; see `router/breaker.py`."""
+
+    failures_max: Annotated[int, Field(ge=1)] = 5  # answers broken off in a row; then it opens
+    open_s: Seconds = 1.0  # the first back-off; then one trial, and twice as long if it fails
+    open_s_max: Seconds = 30.0  # what a back-off grows to
+
+    @property
+    def limits(self) -> BreakerLimits:
+        return BreakerLimits(self.failures_max, self.open_s, self.open_s_max)
+
+    @model_validator(mode="after")
+    def _check(self) -> BreakerSettings:
+        if self.open_s_max < self.open_s:
+            raise ValueError(f"open_s_max: expected open_s ({self.open_s:g}) or more")
+        return self
+
+
+class AdmissionSettings(_Section):
+    """When requests wait for an instance with room; see `router/admission.py`. Without bounds none does."""
+
+    # Requests that an instance may run from here; null: as many as come.
+    instance_requests_max: Annotated[int, Field(ge=1)] | None = None
+    # Prompt tokens that may wait on an instance to be computed, before one more is sent; null: as many as come.
+    instance_prefill_tokens_max: Annotated[int, Field(ge=1)] | None = None
+    wait_s_max: Seconds = (
+        30.0  # a request that can't start in that time is refused, if known at once
+    )
+
+    def limits(self, queue_requests_max: int) -> AdmissionLimits:
+        return AdmissionLimits(
+            self.instance_requests_max,
+            self.instance_prefill_tokens_max,
+            queue_requests_max,
+            self.wait_s_max,
+        )
+
+
 class DrainSettings(_Section):
     """How the gateway stops."""
 
     limit_s: Seconds = 300.0  # running answers may take this long after SIGTERM
+
+
+class FoundSettings(_Section):
+    """What the instances are that a name leads to; as in `instances[]`, with ports in place of addresses."""
+
+    role: Literal["both", "prefill", "decode"] = "both"  # prefill: computes prompts for others only
+    models: Annotated[list[str], Field(min_length=1)] | None = None  # None: as the engine says
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # relative speed
+    # Where rank 0 publishes KV events; None: as the engine says.
+    kv_events_port: Port | None = None
+    kv_replay_port: Port | None = None  # where lost events are asked for; as kv_events_port
+    # How a prefill instance hands over; auto: mooncake where it has a bootstrap_port, else nixl.
+    kv_connector: Literal["auto", "mooncake", "nixl"] = "auto"
+    bootstrap_port: Port | None = None  # of a prefill instance: its Mooncake bootstrap server's
+    ranks: Annotated[int, Field(ge=1, le=1024)] | None = None  # None: as the engine says
+    block_size: Annotated[int, Field(ge=1)] | None = None  # tokens; None: as the engine says
+    api_key_env: str | None = None  # variable with the engines' own key
+    tls: InstanceTlsSettings | None = None  # for scheme: https; None: as the system trusts
+    pool: bool | None = None  # whether their engines use the pool; None: as it shows
+    # Whether they serve /v1/messages, or are asked by way of chats; auto: as it shows.
+    messages: Literal["auto", "native", "chat"] = "auto"
+
+
+class DiscoverySettings(_Section):
+    """How instances are found beside those of `instances`, and those that announce themselves."""
+
+    # static: the file's, and those that announce themselves to this gateway, or that operators add to it;
+    # dns: a name leads to others, and is followed; redis: what is announced or added to one gateway is known
+    # to all that share its `state` (to or from it: by a restart).
+    kind: Literal["static", "dns", "redis"] = "static"
+    name: DnsName | None = None  # such as engines.llm.svc
+    # a: A and AAAA records, each an instance at `port`; srv: host and port are in the records.
+    record: Literal["a", "srv"] = "a"
+    port: Port | None = None  # of the engines' HTTP servers, for record: a
+    scheme: Literal["http", "https"] = "http"  # of the engines' HTTP servers
+    interval_s: Seconds = 5.0  # between two look-ups
+    # One that is missing in so many look-ups in a row drains, and then goes.
+    absent_after: Annotated[int, Field(ge=1, le=1000)] = 3
+    found: FoundSettings = FoundSettings()  # what is known of them beforehand
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind != "dns":
+            if self.name is not None:
+                raise ValueError("name: only with kind: dns")
+            return self
+        if self.name is None:
+            raise ValueError("kind dns needs the name that leads to the instances")
+        if self.record == "a" and self.port is None:
+            raise ValueError("record a needs the port of the engines' HTTP servers")
+        if self.record == "srv" and self.port is not None:
+            raise ValueError("port: with record srv it is in the records")
+        try:
+            self.instance("example", "127.0.0.1", 8000)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"found: {message}") from None
+        return self
+
+    @property
+    def absence_s(self) -> float:
+        """Return for how long an instance is missing until it counts as gone."""
+        return self.interval_s * (self.absent_after + 1)
+
+    def instance(self, instance_id: str, host: str, port: int) -> InstanceSettings:
+        """Return an instance that was found. Raises: ValidationError."""
+        found, host = self.found, f"[{host}]" if ":" in host else host
+        own = {"kv_events_port", "kv_replay_port", "bootstrap_port"}
+        given = {
+            **found.model_dump(exclude=own),
+            "id": instance_id,
+            "url": f"{self.scheme}://{host}:{port}",
+        }
+        if found.kv_events_port is not None:
+            given["kv_events"] = f"tcp://{host}:{found.kv_events_port}"
+        if found.kv_replay_port is not None:
+            given["kv_replay"] = f"tcp://{host}:{found.kv_replay_port}"
+        if found.bootstrap_port is not None:
+            given["bootstrap_url"] = f"http://{host}:{found.bootstrap_port}"
+        return InstanceSettings.model_validate(given)
 
 
 class ObservabilitySettings(_Section):
@@ -521,25 +654,39 @@ class Settings(_Section):
     responses: ResponsesSettings = ResponsesSettings()
     state: StateSettings = StateSettings()
     health: HealthSettings = HealthSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
-    instances: list[InstanceSettings]  # none: all announce themselves
+    discovery: DiscoverySettings = DiscoverySettings()
+    instances: list[InstanceSettings]  # none: all are found, or announce themselves
 
     @field_validator("instances")
     @classmethod
-    def _check(cls, instances: list[InstanceSettings]) -> list[InstanceSettings]:
+    def _check(
+        cls, instances: list[InstanceSettings], info: ValidationInfo
+    ) -> list[InstanceSettings]:
+        discovery = info.data.get("discovery")  # which stands above, so that it is known here
+        finds_any = isinstance(discovery, DiscoverySettings) and discovery.kind == "dns"
         for what in ("id", "url"):
             values = [getattr(instance, what) for instance in instances]
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:
                 raise ValueError(f"the {what} {twice} is used twice")
         for instance in instances:
-            if instance.role == "prefill" and not _has_partner(instance, instances):
+            has_partner = finds_any or _has_partner(instance, instances)
+            if instance.role == "prefill" and not has_partner:
                 raise ValueError(
                     f"{instance.id} only prefills: it needs an instance of role decode or both for"
                     " the same model"
                 )
         return instances
+
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        if self.discovery.kind == "redis" and self.state.kind != "redis":
+            raise ValueError("discovery.kind: redis needs state.kind: redis, with a url")
+        return self
 
 
 def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings]) -> bool:
@@ -553,13 +700,6 @@ def _has_partner(prefill: InstanceSettings, instances: Iterable[InstanceSettings
         if other.role != "prefill" and not names_none_alike:
             return True
     return False
-
-
-LATER: Mapping[tuple[str, ...], tuple[object, ...]] = {
-    ("discovery", "kind"): ("static",),
-}
-"""Keys of the contract that have one meaning only in this version: accepted with these values, which
-say what happens anyway, and refused with any other."""
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -588,11 +728,16 @@ def parse_settings(text: str, file: str, environment: Mapping[str, str] = os.env
     Raises: SettingsError.
     """
     document = _Document.parse(text, file, environment)
-    document.take_later_keys()
     try:
         return Settings.model_validate(document.value)
     except ValidationError as error:
         raise SettingsError([document.describe(detail) for detail in error.errors()]) from error
+
+
+def point_out(text: str, file: str, path: Path_, message: str) -> str:
+    """Return one line about a key of a YAML text that can be read: file, line, key, message."""
+    document = _Document.parse(text, file, os.environ)
+    return document._line(path, message)  # noqa: SLF001 - of this module
 
 
 class _Document:
@@ -621,23 +766,6 @@ class _Document:
         if reader.problems:
             raise SettingsError(reader.problems)
         return cls(file, value, reader.lines)
-
-    def take_later_keys(self) -> None:
-        """Remove keys that this version need not know, if their value asks for nothing new."""
-        problems: list[str] = []
-        for path, allowed in LATER.items():
-            section = self.value.get(path[0])
-            if not isinstance(section, dict) or path[1] not in section:
-                continue
-            value = section.pop(path[1])
-            if value not in allowed:
-                said = " or ".join(_yaml(choice) for choice in allowed)
-                problems.append(self._line(path, f"this version supports {said} only: {value!r}"))
-        for name in _later_sections():
-            if self.value.get(name) == {}:
-                del self.value[name]
-        if problems:
-            raise SettingsError(problems)
 
     def describe(self, detail: ErrorDetails) -> str:
         """Return one line: file, line, key, what is wrong, what would be right."""
@@ -767,12 +895,7 @@ def _fields_at(path: Path_) -> list[str]:
         if not nested:
             return []
         model = nested[0]
-    later = [key for section, key in LATER if section == path[0]] if path else _later_sections()
-    return [*model.model_fields, *later]
-
-
-def _later_sections() -> list[str]:
-    return sorted({section for section, _ in LATER} - Settings.model_fields.keys())
+    return list(model.model_fields)
 
 
 def _choices(detail: ErrorDetails) -> list[str]:

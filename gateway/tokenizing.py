@@ -118,7 +118,7 @@ class Tokenizing:
     """Tokenises for all models. Create it inside the event loop, and `close` it."""
 
     def __init__(self, *, budget_s: float, memory_bytes_max: int) -> None:
-        self._budget_s = budget_s
+        self.budget_s = budget_s
         self.memory = PromptMemory(memory_bytes_max)
         threads = os.cpu_count() or 1
         # The tokenizers library leaves the interpreter lock, so threads do run side by side.
@@ -223,13 +223,13 @@ class Tokenizing:
         if len(own) == len(missing) and self._is_quick(sum(len(new.data) for new in own)):
             return self._encode_at_once(renderer, own)
         batches = _share_out(own, self.effort.threads)
-        is_in_time = self.effort.expected_s(batches) <= self._budget_s
+        is_in_time = self.effort.expected_s(batches) <= self.budget_s
         others = {self._under_way[n.key] for n in missing if n.key in self._under_way}
         if not is_in_time and self.effort.backlog_bytes > BACKLOG_BYTES_MAX:
             batches = []
         waited = {*others, *(self._begin(renderer, batch) for batch in batches)}
         if is_in_time and waited:
-            await asyncio.wait(waited, timeout=self._budget_s * PATIENCE)
+            await asyncio.wait(waited, timeout=self.budget_s * PATIENCE)
         encoded: dict[Key, Piece] = {}
         for future in waited:
             is_done = future.done() and not future.cancelled()  # they are as it is closed
@@ -247,7 +247,7 @@ class Tokenizing:
         return encoded
 
     def _is_quick(self, size: int) -> bool:
-        return size <= INLINE_BYTES and size / self.effort.bytes_per_s <= self._budget_s
+        return size <= INLINE_BYTES and size / self.effort.bytes_per_s <= self.budget_s
 
     def _begin(self, renderer: ModelRenderer, batch: Sequence[_New]) -> asyncio.Future[Encoded]:
         """Encode in a thread; whoever asked may leave, what was begun is finished and remembered."""

@@ -45,7 +45,8 @@ QUEUE = SpanForm("queue", SpanKind.INTERNAL)
 ROUTE = SpanForm("route", SpanKind.INTERNAL)
 STREAM = SpanForm("stream", SpanKind.INTERNAL)
 """The phases, in this order; between the last two come attempts. `RECEIVE`: from a request's head until its
-body is read. `QUEUE`: what it waits for before it can be decided: events of the turn before, the pool.
+body is read. `QUEUE`: what it waits for before it can be decided: events of the turn before, the pool; and once
+more behind `ROUTE`, if no instance has room.
 `STREAM`: from its answer's first byte to the last."""
 
 
@@ -132,10 +133,14 @@ class Tracing:
         self, exporter: TraceExporter, sample_ratio: float, clock: Callable[[], float]
     ) -> None:
         self._exporter = exporter
-        self._bound = int(sample_ratio * (1 << 64))
+        self.sample(sample_ratio)
         self._clock = clock
         self._offset_ns = 0
         self._offset_until = float("-inf")
+
+    def sample(self, ratio: float) -> None:
+        """Record this part of the traces that begin here from now on."""
+        self._bound = int(ratio * (1 << 64))
 
     def begin(self, headers: Mapping[str, str], began_at: float) -> RequestTrace:
         """Return the trace of a request whose first bytes came then."""

@@ -105,12 +105,15 @@ class Upstream:
         connect_timeout_s: float,
         read_timeout_s: float,
         connections_max: int | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`tls`: whom to trust behind https; None: as the system does."""
         parts = urlsplit(url)
         assert parts.hostname is not None, url
         self._host, self._port = parts.hostname, parts.port or _default_port(parts.scheme)
         self._authority = parts.netloc
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        is_https = parts.scheme == "https"
+        self._tls = (tls or ssl.create_default_context()) if is_https else None
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._connections_max = connections_max
@@ -120,6 +123,14 @@ class Upstream:
         self._ended = asyncio.Event()  # an exchange has
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
+
+    def set_limits(
+        self, *, connect_timeout_s: float, read_timeout_s: float, connections_max: int | None
+    ) -> None:
+        """Let these hold from now on; connections that are open keep their time-out."""
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._connections_max = connections_max
 
     async def send(
         self,
@@ -204,6 +215,8 @@ class Upstream:
                 )  # fmt: skip
         except TimeoutError as error:
             raise NoConnection("no connection in time") from error
+        except ssl.SSLError as error:
+            raise Unreachable(f"TLS: {describe_tls(error)}") from error
         except OSError as error:
             raise Unreachable(str(error)) from error
         finally:
@@ -412,6 +425,13 @@ class _Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def describe_tls(error: ssl.SSLError) -> str:
+    """Return why two sides did not agree, for an operator's log."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the engine's certificate is not trusted: {error.verify_message}"
+    return str(error.reason or error).lower().replace("_", " ")
 
 
 def _default_port(scheme: str) -> int:

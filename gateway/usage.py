@@ -31,9 +31,11 @@ class UsageReader:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
+        self.events = 0  # of a stream, about: one a token, but for a few
 
     def feed(self, chunk: bytes) -> None:
         self._pieces.append(chunk)
+        self.events += chunk.count(b"data:")
         self._size += len(chunk)
         if self._size > GATHERED_BYTES_MAX:
             self._pieces = [self.tail()]

@@ -56,6 +56,9 @@ def add_loadtest_commands(commands: argparse._SubParsersAction) -> None:  # type
         "--api-key-env", metavar="NAME", help="variable with the server's API key (default: no key)"
     )
     parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="roots to trust for an https server (PEM)"
+    )
+    parser.add_argument(
         "--web", action="store_true",
         help="with locust's web UI, to watch the run and change its users",
     )  # fmt: skip
@@ -122,6 +125,7 @@ def _run_options(options: argparse.Namespace, out: Path) -> RunOptions:
         duration_s=options.duration,
         out=out,
         api_key_env=getattr(options, "api_key_env", None),
+        ca=getattr(options, "ca", None),
         web_port=options.web_port if getattr(options, "web", False) else None,
     )
 

@@ -84,6 +84,8 @@ def _add_arguments(parser: Any) -> None:
                         env_var="MOONGATE_LOADTEST_RECORDS", include_in_web_ui=False)  # fmt: skip
     parser.add_argument("--api-key-env", help="variable with the API key",
                         env_var="MOONGATE_LOADTEST_API_KEY_ENV", include_in_web_ui=False)  # fmt: skip
+    parser.add_argument("--ca", help="roots to trust for an https server",
+                        env_var="MOONGATE_LOADTEST_CA", include_in_web_ui=False)  # fmt: skip
     parser.add_argument("--progress", action="store_true", include_in_web_ui=False,
                         help="print a line of JSON each second")  # fmt: skip
 
@@ -114,6 +116,7 @@ def _start(environment: Environment, **_: Any) -> None:
             model=settings.model,
             api_key=os.environ.get(options.api_key_env) if options.api_key_env else None,
             sends_session_ids=settings.sends_session_ids,
+            ca=options.ca,
         ),
         recorder=Recorder(environment, options.records),
         watch=Watch(),

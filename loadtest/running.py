@@ -64,6 +64,7 @@ class RunOptions:
     duration_s: float
     out: Path
     api_key_env: str | None = None
+    ca: Path | None = None
     web_port: int | None = None
     name: str = ""
 
@@ -87,7 +88,7 @@ def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
     )  # what is wrong with it is told before a server is asked for anything
     key = _read_key(options.api_key_env)
     options = replace(options, url=normalise_url(options.url))
-    with _prepared(options.out), Prober(options.url, key) as prober:
+    with _prepared(options.out), Prober(options.url, key, options.ca) as prober:
         probe = prober.probe(
             options.settings.model or None,
             has_tools=options.settings.preset is Preset.AGENTS and options.settings.has_tools,
@@ -202,6 +203,8 @@ def locust_command(options: RunOptions) -> list[str]:
     ]
     if options.api_key_env is not None:
         words += ["--api-key-env", options.api_key_env]
+    if options.ca is not None:
+        words += ["--ca", str(options.ca.resolve())]
     return words
 
 

@@ -53,6 +53,7 @@ class Target:
     model: str
     api_key: str | None = None
     sends_session_ids: bool = True
+    ca: str | None = None  # file with the roots that are trusted; None: the usual ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class Sender:
             connection_timeout=CONNECT_TIMEOUT_S,
             network_timeout=READ_TIMEOUT_S,
             block_size=READ_BYTES,
+            ssl_options={"ca_certs": self._target.ca} if self._target.ca is not None else None,
         )
         return self._client.post(self._path, data, dict(headers))
 

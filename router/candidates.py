@@ -11,7 +11,7 @@ Invariant: what is kept equals what would be built now (`outdated` tells, `invar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from moongate.router.fleet import Fleet, InstanceState
@@ -75,37 +75,46 @@ class CandidateTable:
         self._groups: dict[tuple[str, Duty], Group] = {}
         self._spaces: dict[str, frozenset[BlockSpace]] = {}
         self._source_changes = 0  # as of what is kept
+        self._touched: set[InstanceId] | None = None  # since they were taken; None: perhaps all
 
     def touch(self, holder: Holder) -> None:
         """Note that the holder's load, its sessions or its turn changed."""
+        if self._touched is not None:
+            self._touched.add(holder.instance_id)
         seat = self._seats.get(holder)
         if seat is not None:
             seat.candidate = seat.sharing = None
 
     def reset(self) -> None:
-        """Note that an instance came, went, went up or down, was described or suspended."""
+        """Note that an instance came, went, went up or down, was described, or its breaker changed."""
+        self._touched = None
         self._seats.clear()
         self._groups.clear()
         self._spaces.clear()
+
+    def take_touched(self) -> set[InstanceId] | None:
+        """Return whose loads may have changed since the last call. None: those of all."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def group(
         self,
         model: str,
         now: float,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         duty: Duty = Duty.ALL,
     ) -> Group:
         """Return who may take a request for the model now.
 
-        Cost: O(1) for one that is kept. None is kept while an instance of the model is suspended,
-        since then the time decides; nor is one without the `excluded`, or an empty one (there is no
+        Cost: O(1) for one that is kept. None is kept while a breaker of the model's instances isn't
+        closed, since then the time decides; nor is one without the `excluded`, or an empty one (there is no
         bound to the names of models that nobody serves).
         """
         self._follow_sources()
         group = self._groups.get((model, duty)) if not excluded else None
         if group is None:
             group = self._gather(model, now, excluded, duty)
-            if group.seats and not excluded and not self._is_any_suspended(model):
+            if group.seats and not excluded and self._are_breakers_closed(model):
                 self._groups[model, duty] = group
         return group
 
@@ -164,10 +173,12 @@ class CandidateTable:
     def _find_spaces(self, model: str) -> frozenset[BlockSpace]:
         return frozenset(self.space(i, model) for i in self._fleet.serving(model))
 
-    def _is_any_suspended(self, model: str) -> bool:
-        return any(i.suspended_until is not None for i in self._fleet.serving(model))
+    def _are_breakers_closed(self, model: str) -> bool:
+        return all(i.breaker.is_closed for i in self._fleet.serving(model))
 
-    def _gather(self, model: str, now: float, excluded: Sequence[InstanceId], duty: Duty) -> Group:
+    def _gather(
+        self, model: str, now: float, excluded: Collection[InstanceId], duty: Duty
+    ) -> Group:
         seats: list[Seat] = []
         spaces: dict[Holder, BlockSpace] = {}
         for instance in self._fleet.available(model, now, excluded, duty):
@@ -202,6 +213,7 @@ class CandidateTable:
             load.queued_prefill_tokens,
             instance.last_chosen.get(holder, 0),
             self._sessions.count(holder),
+            slowness=instance.latency.slowness,
         )
 
 

@@ -6,7 +6,7 @@ run (`explain`) and a real decision are the same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class Chooser:
         request: Request,
         random_below: RandomBelow,
         now: float,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         places: int | None = PLACES,
         duty: Duty = Duty.ALL,
     ) -> Choice | None:
@@ -127,7 +127,7 @@ class Chooser:
         request: Request,
         random_below: RandomBelow,
         now: float,
-        excluded: Sequence[InstanceId],
+        excluded: Collection[InstanceId],
         places: int | None,
         duty: Duty,
     ) -> _Ranking | None:
@@ -154,7 +154,7 @@ class Chooser:
         local: _Ranking,
         prefill: _Ranking,
         now: float,
-        excluded: Sequence[InstanceId],
+        excluded: Collection[InstanceId],
     ) -> Choice:
         """Return where a request goes that may go to two: to a pair, or to one."""
         weights = getattr(policy, "weights", None)
@@ -174,6 +174,17 @@ class Chooser:
         first_leg = prefill.place(request, pair.prefill.candidate)
         # It departs from what prefill instances hold.
         return Choice(chosen, known, decision, prefill.departure, first_leg)
+
+    def find_reuse(self, request: Request, now: float) -> float:
+        """Return how many tokens of the prompt are somewhere in the fleet, or in the pool."""
+        if request.prompt is None:
+            return 0.0
+        group = self.table.group(request.model, now)
+        chain, block_tokens = _lineage_chain(request.prompt)
+        history_tokens = self.lineages.find_history(chain) * block_tokens
+        overlaps = self._overlaps(request.prompt, group, history_tokens)
+        pooled = (part.tokens * part.weight for part in request.pool.values())
+        return max(*(tokens for _, tokens in overlaps.values()), *pooled, 0, 0)
 
     def is_covered(self, request: Request, now: float) -> bool:
         """See `RouterCore.covers`."""
@@ -227,6 +238,11 @@ class Chooser:
             }
             for holder, overlap in found.items():
                 tokens[holder] = in_tokens[overlap]
+            foreign = self.index.foreign.find_overlaps(chain, usable_blocks, size)
+            for holder, blocks in foreign.items():
+                confirmed_tokens, overlap_tokens = tokens.get(holder, (0, 0))
+                if group.spaces.get(holder) == space and blocks * size > overlap_tokens:
+                    tokens[holder] = confirmed_tokens, blocks * size
         return tokens
 
     def _candidates(self, group: Group, overlaps: dict[Holder, tuple[int, int]]) -> list[Candidate]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from moongate.router.load import PeerLoad
 from moongate.router.model import BlockHash, Holder, InstanceId, Reason, RequestId, SourceId
 from moongate.router.policy import Ranked
 
@@ -55,9 +56,18 @@ class Forward:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the request: no instance has room for it now. A `Forward` or a `Reject` follows, with other events."""
+
+    request_id: RequestId
+
+
 class RejectReason(Enum):
     UNKNOWN_MODEL = "unknown_model"
     NO_INSTANCE = "no_instance"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"  # it has waited for as long as it may, or would wait for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +131,47 @@ class WakeAt:
     at: float
 
 
-Command = Forward | Reject | RelayFailure | RequestReplay | NotePooled | Seed | Probe | WakeAt
+@dataclass(frozen=True, slots=True)
+class ShareLoad:
+    """Tell the other gateways what this one has given the holder, now in all."""
+
+    holder: Holder
+    load: PeerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class SharePrediction:
+    """Tell the other gateways that the holder will have these blocks, with all before each of them.
+
+    `tail`: the last block of the prompt, with which the session's next turn will begin.
+    """
+
+    request_id: RequestId
+    holder: Holder
+    blocks: tuple[BlockHash, ...]
+    tail: BlockHash | None
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrediction:
+    """Tell the other gateways that this request is over; `is_void`: it was never sent."""
+
+    request_id: RequestId
+    is_void: bool = False
+
+
+PeerCommand = ShareLoad | SharePrediction | EndPrediction
+
+Command = (
+    Forward
+    | Hold
+    | Reject
+    | RelayFailure
+    | RequestReplay
+    | NotePooled
+    | Seed
+    | Probe
+    | PeerCommand
+    | WakeAt
+)

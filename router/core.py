@@ -9,16 +9,19 @@ What it guarantees after each step is written down as checks in `invariants.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+from moongate.router.admission import Admission, AdmissionLimits
+from moongate.router.breaker import BreakerLimits
 from moongate.router.candidates import CandidateTable
 from moongate.router.choosing import PLACES, Choice, Chooser
 from moongate.router.commands import (
     Command,
     Decision,
     Forward,
+    Hold,
     Probe,
     Reject,
     RejectReason,
@@ -28,16 +31,23 @@ from moongate.router.cost import PREFILL_TOKENS_PER_MS_PRIOR
 from moongate.router.events import (
     BatchReceived,
     Event,
+    FailureKind,
     InstanceAdded,
+    InstanceChanged,
     InstanceDescribed,
     InstanceDraining,
     InstancePooled,
     InstanceProbed,
     InstanceRemoved,
     Outcome,
+    PeerLeft,
+    PeerPredicted,
+    PeerPredictionEnded,
+    PeerReported,
     PoolChecked,
     PrefillEnded,
     PrefillFailed,
+    Reconfigured,
     ReplayEnded,
     RequestArrived,
     RequestFailed,
@@ -62,11 +72,20 @@ from moongate.router.model import (
     Holder,
     InstanceFacts,
     InstanceId,
+    PeerId,
     Request,
     RequestId,
 )
+from moongate.router.peers import Outbox, PeerEvent, Peers
 from moongate.router.policy import Policy, RandomBelow
-from moongate.router.requests import Leg, Requests, Tracked, TrackingLimits, alone
+from moongate.router.requests import (
+    CONFIRMATION_GRACE_S,
+    Leg,
+    Requests,
+    Tracked,
+    TrackingLimits,
+    alone,
+)
 from moongate.router.seeding import Seeder, SeedingLimits
 from moongate.router.settling import Settling
 from moongate.router.sources import SourceEvent, Sources
@@ -78,6 +97,10 @@ class RouterLimits:
 
     index_blocks_max: int = 4_000_000  # about 190 bytes each
     attempts_max: int = 2  # one try, one retry elsewhere
+    retries_timeouts: bool = True  # also of a request on which an engine may have worked for long
+    rate_limits_max: int = 4  # instances that are asked for a request that gets 429
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     prediction_s: float = 60.0  # where events will confirm: how long a prefill may take
     approximate_prediction_s: float = 600.0  # without events: how long an idle prefix may last
     up_after: int = 1  # successful checks in a row
@@ -89,7 +112,8 @@ class RouterLimits:
 class RouterCore:
     """The routing state of one gateway. `policies` by name; `policy` is the one in force.
 
-    `seeding` None: hot prefixes stay where they are.
+    `seeding` None: hot prefixes stay where they are. `peer`: what this gateway is to others before the
+    same fleet, which are told what it does; None: there are none.
     """
 
     def __init__(
@@ -99,12 +123,16 @@ class RouterCore:
         limits: RouterLimits | None = None,
         others: Sequence[Policy] = (),
         seeding: SeedingLimits | None = None,
+        *,
+        peer: PeerId | None = None,
     ) -> None:
         self.limits = limits or RouterLimits()
         self.policy = policy
+        self._peer = peer
+        self.others = others
         self._policies = {p.name: p for p in (*others, policy)}
         self._random_below = random_below
-        self.fleet = Fleet(self.limits.prefill_tokens_per_ms)
+        self.fleet = Fleet(self.limits.prefill_tokens_per_ms, self.limits.breaker)
         self.index = OwnershipIndex(self.limits.index_blocks_max)
         self.loads = LoadTable()
         self.lineages = Lineages()
@@ -113,6 +141,15 @@ class RouterCore:
         self.sources = Sources(self.index, self.settling)
         self.candidates = CandidateTable(
             self.fleet, self.index, self.sources, self.loads, self.sessions
+        )
+        self.outbox = Outbox(self.loads, self.sessions, is_open=peer is not None)
+        self.peers = Peers(
+            self.loads,
+            self.index,
+            self.lineages,
+            self.sessions,
+            self.candidates,
+            CONFIRMATION_GRACE_S,
         )
         self._chooser = Chooser(self.fleet, self.index, self.candidates, self.lineages)
         self._requests = Requests(
@@ -123,6 +160,7 @@ class RouterCore:
             self.sessions,
             self.settling,
             self.candidates,
+            self.outbox,
             TrackingLimits(self.limits.prediction_s, self.limits.approximate_prediction_s),
         )
         self.seeder = (
@@ -130,6 +168,13 @@ class RouterCore:
             if seeding is not None
             else None
         )
+        admission = self.limits.admission
+        self.admission = (
+            Admission(admission, self.fleet, self.loads, self.candidates)
+            if admission.are_on
+            else None
+        )
+        """Where instances are bounded, and requests may have to wait. None: all start at once."""
         self._wake_at: float | None = None
 
     @property
@@ -147,8 +192,16 @@ class RouterCore:
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take in what happened and return what to do. `now`: monotonic seconds, never falling."""
         self.index.expire(now)
+        self.peers.expire(now)
         commands = self._dispatch(event, now)
-        return commands + self._schedule(event, now)
+        admission = self.admission
+        if admission is not None and admission.has_waiting and not isinstance(event, SourceEvent):
+            commands += self._admit(admission, now)
+            commands = [
+                c for c in commands
+                if not isinstance(c, Hold) or admission.is_waiting(c.request_id)
+            ]  # fmt: skip
+        return [*commands, *self.outbox.take(), *self._schedule(event, now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -180,6 +233,7 @@ class RouterCore:
                 return self.sources.handle(event, instance, now) if instance is not None else []
             case (
                 InstanceAdded()
+                | InstanceChanged()
                 | InstanceRemoved()
                 | InstanceDescribed()
                 | InstanceProbed()
@@ -189,6 +243,12 @@ class RouterCore:
                 return self._fleet_changed(event)
             case PoolChecked() | SeedingEnded():
                 self._seeding_changed(event, now)
+                return []
+            case PeerReported() | PeerPredicted() | PeerPredictionEnded() | PeerLeft():
+                self._peer_told(event, now)
+                return []
+            case Reconfigured():
+                self._reconfigured(event)
                 return []
             case WakeUp():
                 return self._woke(now)
@@ -202,6 +262,13 @@ class RouterCore:
         if self.seeder is not None:
             self.seeder.gave_up(request_id)
 
+    def _peer_told(self, event: PeerEvent, now: float) -> None:
+        self.peers.handle(event, now)
+        if not isinstance(event, PeerPredicted) or self._peer is None:
+            return
+        if event.peer < self._peer:
+            self._requests.yield_prefill(event.holder, event.blocks)
+
     def _seeding_changed(self, event: PoolChecked | SeedingEnded, now: float) -> None:
         if self.seeder is None:
             return
@@ -209,6 +276,25 @@ class RouterCore:
             self.seeder.pool_checked(event)
         else:
             self.seeder.ended(event, now)
+
+    def _reconfigured(self, event: Reconfigured) -> None:
+        """Route by something else from now on. Requests under way stay where they are."""
+        self.policy, self.others = event.policy, event.others
+        self._policies = {p.name: p for p in (*event.others, event.policy)}
+        # The index keeps its size: what should go could not be told.
+        self.limits = replace(event.limits, index_blocks_max=self.limits.index_blocks_max)
+        self.fleet.set_breaker_limits(event.limits.breaker)
+        self._set_admission_limits(event.limits.admission)
+        if self.seeder is not None and event.seeding is not None:
+            self.seeder.limits = event.seeding
+
+    def _set_admission_limits(self, limits: AdmissionLimits) -> None:
+        """Let other bounds hold. Who waits goes on waiting, or starts if there is room by them."""
+        if self.admission is not None:
+            self.admission.limits = limits
+            self.candidates.reset()  # who has room is told by other bounds
+        elif limits.are_on:
+            self.admission = Admission(limits, self.fleet, self.loads, self.candidates)
 
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -221,7 +307,9 @@ class RouterCore:
 
     def _schedule(self, event: Event, now: float) -> list[Command]:
         """Ask for a wake-up if something is due before the one already asked for."""
-        at = self.index.next_expiry()
+        at = _earliest(self.index.next_expiry(), self.peers.next_expiry())
+        if self.admission is not None and self.admission.has_waiting:
+            at = _earliest(at, self.admission.next_expiry())
         if isinstance(event, WakeUp):
             at = _earliest(at, *(state.feed.next_wake() for _, state in self.sources))
         elif isinstance(event, SourceEvent):
@@ -236,14 +324,48 @@ class RouterCore:
 
     def _request_arrived(self, request: Request, now: float) -> list[Command]:
         assert request.id not in self.requests, request.id
-        choice = self._choose(request, now, self._random_below)
-        if choice is None:
-            return [self._refuse(request)]
+        for instance in self.fleet.review_latencies(now):
+            for holder in instance.holders:
+                self.candidates.touch(holder)
+        if self.admission is None:
+            choice = self._choose(request, now, self._random_below)
+            return (
+                [self._refuse(request)] if choice is None else [self._begin(request, choice, now)]
+            )
+        return self._start_or_hold(self.admission, request, now)
+
+    def _begin(self, request: Request, choice: Choice, now: float) -> Forward:
         tracked = self.requests[request.id] = Tracked(request)
         forward = self._requests.begin(tracked, choice, now)
         if self.seeder is not None:
             self.seeder.placed(request, choice, now)
-        return [forward]
+        return forward
+
+    def _start_or_hold(self, admission: Admission, request: Request, now: float) -> list[Command]:
+        full = admission.full_instances()
+        if not admission.has_waiting and (not full or admission.can_start(request, full, now)):
+            choice = self._choose(request, now, self._random_below, full)
+            return [self._refuse(request) if choice is None else self._begin(request, choice, now)]
+        if not admission.is_served(request, now):
+            return [self._refuse(request)]
+        tokens = admission.expected_tokens(request, self._chooser.find_reuse(request, now))
+        refused = admission.offer(request, tokens, now)
+        if refused is None:
+            return [Hold(request.id)]
+        is_own = refused.request_id == request.id
+        return [refused] if is_own else [refused, Hold(request.id)]
+
+    def _admit(self, admission: Admission, now: float) -> list[Command]:
+        """Let start what can, and refuse what has waited for too long."""
+        commands: list[Command] = [*admission.expire(now)]
+        while True:
+            full = admission.full_instances()
+            waiting = admission.take(admission.starter(full, now), now)
+            if waiting is None:
+                return commands
+            choice = self._choose(waiting.request, now, self._random_below, full)
+            assert choice is not None, waiting
+            commands.append(self._begin(waiting.request, choice, now))
 
     def _refuse(self, request: Request) -> Reject:
         """Its model is unknown to the whole fleet, or no instance that has it (or may) is up."""
@@ -263,6 +385,11 @@ class RouterCore:
         return self._requests.begin(tracked, choice, now) if choice is not None else None
 
     def _request_finished(self, event: RequestFinished, now: float) -> list[Command]:
+        if self.admission is not None:
+            if self.admission.leave(event.request_id):
+                return []
+            if event.completion_tokens is not None:
+                self.admission.note_answer(event.completion_tokens)
         leg = self._requests.tracked[event.request_id].leg
         assert leg is not None
         commands = self._requests.finished(event, now)
@@ -306,8 +433,19 @@ class RouterCore:
         if isinstance(event, PrefillFailed) and tracked.attempt == attempts_max:
             # No prefill instance could do it; one that computes for itself perhaps can.
             tracked.is_alone = True
-        may_try = tracked.attempt < attempts_max + tracked.is_alone
+        may_try = tracked.attempt < attempts_max + tracked.is_alone and self._may_repeat(
+            tracked, event.kind
+        )
         return self._try_forward(tracked, now) if may_try else None
+
+    def _may_repeat(self, tracked: Tracked, kind: FailureKind) -> bool:
+        match kind:
+            case FailureKind.TIMEOUT:
+                return self.limits.retries_timeouts
+            case FailureKind.RATE_LIMITED:
+                return len(tracked.full) < self.limits.rate_limits_max
+            case _:
+                return True
 
     # --- choosing ---------------------------------------------------------------------------------
 
@@ -330,7 +468,7 @@ class RouterCore:
         request: Request,
         now: float,
         random_below: RandomBelow,
-        excluded: Sequence[InstanceId] = (),
+        excluded: Collection[InstanceId] = (),
         places: int | None = PLACES,
         duty: Duty = Duty.ALL,
     ) -> Choice | None:
@@ -373,6 +511,7 @@ class RouterCore:
     def _fleet_changed(
         self,
         event: InstanceAdded
+        | InstanceChanged
         | InstanceRemoved
         | InstanceDescribed
         | InstanceProbed
@@ -381,11 +520,17 @@ class RouterCore:
     ) -> list[Command]:
         if isinstance(event, InstanceAdded):
             self.fleet.add(event.spec)
+            self.candidates.reset()  # one of its name may still have requests
             return [Probe(event.spec.id)]
-        instance = self.fleet.find(event.instance_id)
+        instance = self.fleet.find(
+            event.spec.id if isinstance(event, InstanceChanged) else event.instance_id
+        )
         if instance is None:
             return []
         match event:
+            case InstanceChanged():
+                self.fleet.change(instance, event.spec)
+                self.candidates.reset()
             case InstanceRemoved():
                 self._remove_instance(instance)
             case InstanceDescribed():

@@ -18,6 +18,8 @@ One continuous number without thresholds. Its terms, each shown in receipts:
   again, about as often; a second copy of it then serves `n` more, so the one that makes it is
   charged only 1/(n+1) of the work. Without this term a popular system prompt would gather the whole
   fleet's sessions on the instance that happened to see it first.
+- `again`: tokens of the very prompt that another holder is computing just now. They are paid three times
+  over, and without the credit: a burst of one prompt waits where it is computed already.
 
 Rates start from a prior, are learned from observed first-byte times, and are bounded.
 """
@@ -90,6 +92,9 @@ class CostWeights:
     approximate_weight: float = 0.9  # what a predicted overlap is worth without any events
     fetch_ms: float = 5.0  # ms that a fetch from the pool takes beside its bytes
     handoff_ms: float = 10.0  # ms that a hand-off from prefill to decode takes beside its blocks
+    again_weight: float = (
+        2.0  # extra charge for what is being computed elsewhere, times its prefill
+    )
     stall_ms: float = 4.0  # ms that any prefill on a decode instance costs the answers there
     stall_weight: float = 0.5  # and of its own time, for each of them and for those to come
 
@@ -109,6 +114,7 @@ class Pricing(NamedTuple):
     history_tokens: int
     departures: int
     context_tokens: float = math.inf  # so many before it make a token cost twice as much
+    pending_tokens: int = 0  # of all the prompt, that somebody is computing; 0: nobody is
 
     def terms_ms(
         self,
@@ -122,7 +128,7 @@ class Pricing(NamedTuple):
         from_disk: bool = False,
     ) -> dict[str, float]:
         """Return all terms for a holder with this load and reuse; their sum is the cost."""
-        prefill_ms, history_ms, shared_ms = self.prompt_terms_ms(weight, reuse_tokens)
+        prefill_ms, history_ms, shared_ms, again_ms = self.prompt_terms_ms(weight, reuse_tokens)
         session_ms = 0.0 if self.history_tokens else self.weights.session_ms
         fetch = {"fetch_disk" if from_disk else "fetch": fetch_ms} if fetch_ms else {}
         return {
@@ -132,6 +138,7 @@ class Pricing(NamedTuple):
             "prefill": prefill_ms,
             "history": history_ms,
             "shared": shared_ms,
+            **({"again": again_ms} if self.pending_tokens else {}),
             **fetch,
         }
 
@@ -139,16 +146,23 @@ class Pricing(NamedTuple):
         """Return what it takes to get these tokens from the pool."""
         return self.weights.fetch_ms + tokens * ms_per_token if tokens > 0 else 0.0
 
-    def prompt_terms_ms(self, weight: float, reuse_tokens: float) -> tuple[float, float, float]:
-        """Return what the prompt costs on a holder that reuses this: `prefill`, `history`, `shared`."""
+    def prompt_terms_ms(
+        self, weight: float, reuse_tokens: float
+    ) -> tuple[float, float, float, float]:
+        """Return what the prompt costs on a holder that reuses this: `prefill`, `history`, `shared`
+        and `again`."""
         tokens_per_ms = self.tokens_per_ms * weight
         departures = self.departures
         lost_history = self._span_tokens(reuse_tokens, self.history_tokens)
-        extra = self._span_tokens(reuse_tokens, self.best_reuse_tokens)
+        extra = 0.0
+        if not self.pending_tokens:
+            extra = self._span_tokens(reuse_tokens, self.best_reuse_tokens)
+        repeated = self._span_tokens(reuse_tokens, self.pending_tokens)
         return (
             self._span_tokens(reuse_tokens, self.prompt_tokens) / tokens_per_ms,
             self.weights.history_weight * lost_history / tokens_per_ms / (1 + departures),
             -extra / tokens_per_ms * departures / (1 + departures),
+            self.weights.again_weight * repeated / tokens_per_ms,
         )
 
     def _span_tokens(self, begin: float, end: float) -> float:

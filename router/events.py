@@ -5,27 +5,62 @@ Each carries what the edge knows at that moment; the time of it is the `now` of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from moongate.router.load import PeerLoad
 from moongate.router.model import (
+    BlockHash,
     EngineHash,
     ExtraKeys,
+    Holder,
     InstanceFacts,
     InstanceId,
     InstanceSpec,
     KeySpace,
+    PeerId,
     Request,
     RequestId,
     SourceId,
     Tier,
 )
 
+if TYPE_CHECKING:  # these modules import this one
+    from moongate.router.core import RouterLimits
+    from moongate.router.policy import Policy
+    from moongate.router.seeding import SeedingLimits
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """The operator wants it otherwise from now on. What is known of fleet, caches and load stays.
+
+    `others`: policies that a request may name. `limits.index_blocks_max` stays what it was, and so does
+    whether anything is seeded: `seeding` counts only where it was and still is.
+    """
+
+    policy: Policy
+    others: Sequence[Policy]
+    limits: RouterLimits
+    seeding: SeedingLimits | None
+
+
 # --- the fleet ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceAdded:
+    spec: InstanceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceChanged:
+    """The operator says otherwise what an instance is for. It is the same engine, with the same cache."""
+
     spec: InstanceSpec
 
 
@@ -173,15 +208,22 @@ class FailureKind(Enum):
     TIMEOUT = "timeout"  # no proof that it is gone; the edge has cancelled the attempt
     STATUS = "status"  # answered, with a status of 500 or more
     FULL = "full"  # not sent: the edge has as many requests there as it may have
+    RATE_LIMITED = "rate_limited"  # answered with 429: it has no room now, and has done nothing
 
     @property
     def was_sent(self) -> bool:
-        """Tell whether the engine has got the request, or may have."""
+        """Tell whether the engine has taken the request, or may have."""
         return self not in (
             FailureKind.UNREACHABLE,
             FailureKind.NO_CONNECTION,
             FailureKind.FULL,
+            FailureKind.RATE_LIMITED,
         )
+
+    @property
+    def is_refusal(self) -> bool:
+        """Tell whether there was no room, which is no fault of anybody's."""
+        return self in (FailureKind.FULL, FailureKind.RATE_LIMITED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +274,14 @@ class Outcome(Enum):
     """How a forwarded request ended."""
 
     ANSWERED = "answered"  # to the end, whatever the answer says
+    REFUSED = "refused"  # with 400 to 499: its own fault, which says nothing of its instance
     CLIENT_LEFT = "client_left"
     BROKEN_OFF = "broken_off"  # by the engine, after its answer had begun
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The request is over, and the engine works on it no more."""
+    """The request is over, and the engine works on it no more. Of one on hold: its client has left."""
 
     request_id: RequestId
     outcome: Outcome
@@ -265,6 +308,53 @@ class SeedingEnded:
     is_done: bool
 
 
+# --- other gateways -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReported:
+    """Another gateway told what it has given these holders; `is_whole`: and it has given no others any.
+
+    It holds for `lease_s` from now, and what it said before with it.
+    """
+
+    peer: PeerId
+    loads: tuple[tuple[Holder, PeerLoad], ...]
+    is_whole: bool
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPredicted:
+    """Another gateway has forwarded a prompt that ends in `tail`: the holder will have these blocks.
+
+    Each stands for all before it (`foreign_predictions.py`).
+    """
+
+    peer: PeerId
+    request_id: RequestId
+    holder: Holder
+    blocks: tuple[BlockHash, ...]
+    tail: BlockHash | None
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPredictionEnded:
+    """That request is over: events tell by now what came of it. `is_void`: it was never sent."""
+
+    peer: PeerId
+    request_id: RequestId
+    is_void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """Another gateway has stopped, and has nothing under way."""
+
+    peer: PeerId
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -274,7 +364,9 @@ class WakeUp:
 
 
 Event = (
-    InstanceAdded
+    Reconfigured
+    | InstanceAdded
+    | InstanceChanged
     | InstanceRemoved
     | InstanceDescribed
     | InstanceProbed
@@ -294,5 +386,9 @@ Event = (
     | RequestFinished
     | PoolChecked
     | SeedingEnded
+    | PeerReported
+    | PeerPredicted
+    | PeerPredictionEnded
+    | PeerLeft
     | WakeUp
 )

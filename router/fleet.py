@@ -1,9 +1,8 @@
 """The instances known now: what they are, and whether work may be given to them.
 
 Three things keep an instance from getting work. Health checks found it down (with hysteresis; a
-refused connection is proof and needs no second one). It is suspended, since a request failed there
-that another instance could serve: one trial request is let through at the end of each back-off, and
-the back-off doubles while trials fail. Or discovery has not described it yet.
+refused connection is proof and needs no second one). Its breaker is open, since requests failed there
+(`breaker.py`). Or discovery has not described it yet.
 
 What an instance holds or was given is not here: see `index.py` and `load.py`.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from moongate.router.breaker import Breaker, BreakerLimits
 from moongate.router.cost import (
     DISK_BYTES_PER_MS_PRIOR,
     FETCH_BYTES_PER_MS_PRIOR,
@@ -33,16 +33,10 @@ from moongate.router.model import (
     KeySpace,
     ModelCard,
     PoolPart,
-    RequestId,
     Role,
 )
 from moongate.router.rates import PrefillRate, RelativeSpeed
-
-SUSPENSION_S_MIN = 1.0
-SUSPENSION_S_MAX = 30.0
-"""Back-off of a failing instance: short enough to notice a recovery, long enough not to feed it
-requests that each have to fail over."""
-
+from moongate.router.slowness import Kind, Latencies, Latency
 
 ROLES: Mapping[Duty, frozenset[Role]] = {
     Duty.ALL: frozenset({Role.BOTH, Role.DECODE}),
@@ -63,11 +57,10 @@ class InstanceState:
     is_healthy: bool = False  # not before the first successful check
     was_probed: bool = False
     probes_in_a_row: int = 0  # with the outcome opposite to `is_healthy`
-    suspended_until: float | None = None
-    suspension_s: float = 0.0
-    trial: RequestId | None = None  # the request that is out to find out whether it works again
+    breaker: Breaker = field(default_factory=Breaker)
     last_chosen: dict[Holder, int] = field(default_factory=dict)
     speed: RelativeSpeed = field(default_factory=RelativeSpeed)  # beyond what the operator said
+    latency: Latency = field(default_factory=Latency)  # beyond what its speed explains
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -105,6 +98,12 @@ class InstanceState:
         """Return its speed next to an instance of weight 1: as the operator said, and as was learned."""
         return self.spec.weight * self.speed.factor
 
+    @property
+    def kind(self) -> Kind:
+        """Return what it has in common with those that it is compared with."""
+        models = self.facts.models if self.facts is not None else ()
+        return self.spec.role.value, models[0].name if models else ""
+
     # --- health -----------------------------------------------------------------------------------
 
     def probed(self, is_healthy: bool, is_gone: bool, up_after: int, down_after: int) -> bool:
@@ -121,54 +120,43 @@ class InstanceState:
         self.probes_in_a_row = 0
         return True
 
-    # --- suspension -------------------------------------------------------------------------------
-
-    def suspend(self, now: float) -> None:
-        """Give it no work for a while: a request failed here that another instance could serve."""
-        self.suspension_s = min(max(self.suspension_s * 2, SUSPENSION_S_MIN), SUSPENSION_S_MAX)
-        self.suspended_until = now + self.suspension_s
-        self.trial = None
-
-    def resume(self) -> None:
-        """It works: a request was answered."""
-        self.suspended_until = None
-        self.suspension_s = 0.0
-        self.trial = None
-
-    def begin_trial(self, request_id: RequestId) -> None:
-        """Note where this request goes: when suspended, and without a trial yet, it is the trial."""
-        if self.suspended_until is not None and self.trial is None:
-            self.trial = request_id
-
-    def end_trial(self, request_id: RequestId) -> None:
-        if self.trial == request_id:
-            self.trial = None
-
-    def is_suspended(self, now: float) -> bool:
-        """Tell whether it must get no work now. Past the back-off one trial at a time may pass."""
-        if self.suspended_until is None:
-            return False
-        return now < self.suspended_until or self.trial is not None
-
 
 class Fleet:
     """All instances, by id, in the order in which they were added."""
 
-    def __init__(self, prefill_tokens_per_ms: float) -> None:
+    def __init__(
+        self, prefill_tokens_per_ms: float, breaker_limits: BreakerLimits | None = None
+    ) -> None:
+        self._breaker_limits = breaker_limits or BreakerLimits()
         self.prefill = PrefillRate(LearnedRate(prefill_tokens_per_ms, OBSERVED_TOKENS_MIN))
         self._handoff = LearnedRate(HANDOFF_TOKENS_PER_MS_PRIOR, OBSERVED_TOKENS_MIN)
         self._fetch = LearnedRate(FETCH_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
         self._fetch_disk = LearnedRate(DISK_BYTES_PER_MS_PRIOR, OBSERVED_BYTES_MIN)
+        self.latencies = Latencies()
         self._instances: dict[InstanceId, InstanceState] = {}
         self._prefilling: dict[InstanceId, InstanceState] = {}  # of these, those that do only that
         self._cards: dict[str, ModelCard] | None = None  # made when asked for
 
     def add(self, spec: InstanceSpec) -> InstanceState:
         assert spec.id not in self._instances, spec.id
-        state = self._instances[spec.id] = InstanceState(spec)
+        breaker = Breaker(self._breaker_limits)
+        state = self._instances[spec.id] = InstanceState(spec, breaker=breaker)
         if spec.role is Role.PREFILL:
             self._prefilling[spec.id] = state
         return state
+
+    def change(self, instance: InstanceState, spec: InstanceSpec) -> None:
+        """Note another role, weight or the like of an instance; what is known of it stays."""
+        assert instance.spec.id == spec.id, (instance.spec, spec)
+        instance.spec = spec
+        self._prefilling.pop(spec.id, None)
+        if spec.role is Role.PREFILL:
+            self._prefilling[spec.id] = instance
+
+    def set_breaker_limits(self, limits: BreakerLimits) -> None:
+        self._breaker_limits = limits
+        for instance in self:
+            instance.breaker.limits = limits
 
     def describe(self, instance: InstanceState, facts: InstanceFacts) -> None:
         instance.facts = facts
@@ -196,6 +184,19 @@ class Fleet:
         if is_certain and self.prefill.is_fitted and tokens >= OBSERVED_TOKENS_MIN and work_ms > 0:
             instance.speed.observe(self.prefill.expected_ms(tokens, reused_tokens) / work_ms)
         self.prefill.observe(tokens, reused_tokens, work_ms * instance.speed.factor)
+
+    def observe_first_byte(self, instance: InstanceState, tokens: int, elapsed_ms: float) -> None:
+        """Learn from a first byte that came after so much work: what was ahead of its prompt, and this itself."""
+        expected_ms = tokens / (self.tokens_per_ms * instance.weight)
+        self.latencies.observe(instance.latency, instance.kind, expected_ms, elapsed_ms)
+
+    def review_latencies(self, now: float) -> list[InstanceState]:
+        """Find out who is slow, if it is time. Return those of whom something else is known now."""
+        if not self.latencies.is_due(now):
+            return []
+        states = list(self._instances.values())
+        changed = self.latencies.review(((s.kind, s.latency) for s in states), now)
+        return [state for state in states if any(state.latency is one for one in changed)]
 
     @property
     def handoff_tokens_per_ms(self) -> float:
@@ -229,6 +230,9 @@ class Fleet:
         self._prefilling.pop(instance_id, None)
         self._cards = None
 
+    def __len__(self) -> int:
+        return len(self._instances)
+
     def __iter__(self) -> Iterator[InstanceState]:
         return iter(self._instances.values())
 
@@ -241,8 +245,8 @@ class Fleet:
     ) -> list[InstanceState]:
         """Return the instances that may take a request for the model now.
 
-        When all that are healthy are suspended, they are returned all the same: an instance that
-        fails some requests is better than none. Not so to prefill, which others can do as well.
+        When the breakers of all that are healthy are open, they are returned all the same: an instance
+        that fails some requests is better than none. Not so to prefill, which others can do as well.
         """
         left_out = set(excluded)
         healthy = [
@@ -254,7 +258,7 @@ class Fleet:
             and (duty is not Duty.RECEIVE or self._receives(i, model))
             and i.spec.id not in left_out
         ]
-        working = [i for i in healthy if not i.is_suspended(now)]
+        working = [i for i in healthy if i.breaker.lets_through(now)]
         return working if working or duty is Duty.PREFILL else healthy
 
     def _receives(self, instance: InstanceState, model: str) -> bool:

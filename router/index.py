@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from moongate.router.copies import GroupCopies, take_one
+from moongate.router.foreign_predictions import ForeignPredictions
 from moongate.router.model import BlockHash, Holder, SideGroup, Tier
 
 STALE_EXPIRIES_MAX = 100_000
@@ -81,6 +82,7 @@ class OwnershipIndex:
         self._expiries: list[tuple[float, int, Holder, Sequence[BlockHash]]] = []
         self._expiry_order = 0
         self._scheduled = 0  # blocks in all of `_expiries`
+        self.foreign = ForeignPredictions()
 
     # --- holders ----------------------------------------------------------------------------------
 
@@ -250,11 +252,14 @@ class OwnershipIndex:
                 self._drop_prediction(holder, block)
 
     def forget_predictions(self, holder: Holder) -> None:
+        """Assume nothing of a holder any more, whoever predicted it."""
+        self.foreign.forget(holder)
         for block in list(self._predicted[holder]):
             self._drop_prediction(holder, block)
 
     def expire(self, now: float) -> None:
         """Drop the predictions whose time is over."""
+        self.foreign.expire(now)
         while self._expiries and self._expiries[0][0] <= now:
             _, _, holder, blocks = heapq.heappop(self._expiries)
             self._scheduled -= len(blocks)
@@ -267,7 +272,9 @@ class OwnershipIndex:
                     self._drop_prediction(holder, block)
 
     def next_expiry(self) -> float | None:
-        return self._expiries[0][0] if self._expiries else None
+        own = self._expiries[0][0] if self._expiries else None
+        foreign = self.foreign.next_expiry()
+        return own if foreign is None else min(foreign, own if own is not None else foreign)
 
     def predicted_count(self, holder: Holder) -> int:
         return len(self._predicted[holder])

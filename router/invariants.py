@@ -17,11 +17,13 @@ def check(core: RouterCore) -> None:
     """
     _check_holders_are_known(core)
     _check_load_equals_reservations(core)
+    _check_peers(core)
     _check_requests(core)
     _check_trials(core)
     _check_seedings(core)
     _check_index_equals_ledgers(core)
     _check_candidates_are_current(core)
+    _check_waiting(core)
 
 
 def _check_holders_are_known(core: RouterCore) -> None:
@@ -41,6 +43,12 @@ def _check_load_equals_reservations(core: RouterCore) -> None:
         load.queued_prefill_tokens += reservation.prefill_tokens
         load.active_blocks += reservation.blocks
     assert sums == core.loads.loads, (sums, core.loads.loads)
+
+
+def _check_peers(core: RouterCore) -> None:
+    sums = {holder: core.peers.total(holder).load for holder in core.peers.holders}
+    assert {h: load for h, load in sums.items() if load != Load()} == core.loads.elsewhere
+    core.index.foreign.check()
 
 
 def _check_requests(core: RouterCore) -> None:
@@ -74,7 +82,9 @@ def _check_request(tracked: Tracked, attempts_max: int) -> None:
 def _check_trials(core: RouterCore) -> None:
     """A trial that no request answers for would keep its instance without work for good."""
     for instance in core.fleet:
-        assert instance.trial is None or instance.trial in core.requests, instance
+        breaker = instance.breaker
+        assert breaker.trial is None or breaker.trial in core.requests, instance
+        assert breaker.trial is None or not breaker.is_closed, instance
 
 
 def _check_seedings(core: RouterCore) -> None:
@@ -113,3 +123,14 @@ def _check_index_equals_ledgers(core: RouterCore) -> None:
 
 def _check_candidates_are_current(core: RouterCore) -> None:
     assert core.candidates.outdated() == []
+
+
+def _check_waiting(core: RouterCore) -> None:
+    admission = core.admission
+    if admission is None:
+        return
+    full = {instance.spec.id for instance in core.fleet if not admission.has_room(instance)}
+    assert admission.full_instances() == full, "somebody forgot to tell of a load"
+    assert len(admission.queue) <= admission.limits.queue_requests_max
+    for waiting in admission.queue:
+        assert waiting.request.id not in core.requests, f"{waiting.request.id} waits and runs"

@@ -46,6 +46,7 @@ class RecentSessions:
     def __init__(self) -> None:
         self._holders: OrderedDict[SessionNumber, Holder] = OrderedDict()
         self._counts: Counter[Holder] = Counter()
+        self._elsewhere: dict[Holder, int] = {}  # begun by other gateways
 
     def note(self, session: SessionNumber, holder: Holder) -> tuple[Holder, ...]:
         """Note that a session began on this holder. Return those whose count has changed."""
@@ -66,7 +67,23 @@ class RecentSessions:
         return (holder,)
 
     def count(self, holder: Holder) -> int:
+        return self._counts.get(holder, 0) + self._elsewhere.get(holder, 0)
+
+    def count_own(self, holder: Holder) -> int:
+        """Return how many began here by way of this gateway."""
         return self._counts.get(holder, 0)
+
+    def set_elsewhere(self, holder: Holder, count: int) -> None:
+        """Note how many began there by way of all other gateways together."""
+        if count:
+            self._elsewhere[holder] = count
+        else:
+            self._elsewhere.pop(holder, None)
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Return those on which some began by way of this gateway."""
+        return [*self._counts]
 
     def _discount(self, holder: Holder) -> None:
         self._counts[holder] -= 1
@@ -128,6 +145,13 @@ class Lineages:
             self._tails[chain[-1]] = session
             _touch(self._tails, chain[-1], self._tails_max)
         return session
+
+    def note_elsewhere(self, tail: BlockHash) -> None:
+        """Remember the end of a prompt that another gateway forwarded: the next turn may come here."""
+        if tail not in self._tails:
+            self._sessions += 1
+            self._tails[tail] = SessionNumber(self._sessions)
+        _touch(self._tails, tail, self._tails_max)
 
     def __len__(self) -> int:
         return len(self._tails)

@@ -15,6 +15,9 @@ from typing import NamedTuple, NewType
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
 
+PeerId = NewType("PeerId", str)
+"""Another gateway's process; one that starts anew is another."""
+
 BlockHash = NewType("BlockHash", bytes)
 """Our name for a block together with its whole prefix (see `blocks.py`)."""
 
@@ -221,6 +224,11 @@ class Request:
     may_hand_over: bool = False  # prefill and decode may be on different instances
     stays_whole: bool = False  # a decode instance can't do it, not even alone
     ends_session: bool = False  # the client says that no other turn follows
+    tenant: str = ""  # whose key it has; "": no keys are asked for
+    priority: int = 0  # within its tenant, where it has to wait: lower is sooner
+    size_tokens: int = 0  # of the body, about: what is known where the prompt isn't
+    answer_tokens_max: int | None = None  # as the client wishes; None: it doesn't say
+    wait_s_max: float | None = None  # that the client allows before it starts; None: it doesn't say
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -42,6 +42,7 @@ class Candidate(NamedTuple):
     confirmed_tokens: int = 0  # of these, said by the engine itself
     pool: PoolPart | None = None  # what the pool has for it; None: nothing
     fetch_ms_per_token: float = 0.0  # from there
+    slowness: float = 1.0  # how many times later first bytes come than from others of its weight
 
     def having(self, overlap_tokens: int, confirmed_tokens: int) -> Candidate:
         """Return the candidate with this overlap."""
@@ -49,7 +50,7 @@ class Candidate(NamedTuple):
 
     def fetching(self, pool: PoolPart, fetch_ms_per_token: float) -> Candidate:
         """Return the candidate with what it could get from the pool."""
-        return Candidate(*self[:10], pool, fetch_ms_per_token)
+        return Candidate(*self[:10], pool, fetch_ms_per_token, self.slowness)
 
     @property
     def pool_tokens(self) -> int:
@@ -68,6 +69,10 @@ class Situation(NamedTuple):
     places: int  # how many have to be ranked at least, if there are so many
     context_tokens: float = math.inf  # so many before it make a token cost twice as much
 
+
+SAME_PROMPT_TOKENS, SAME_PROMPT_PART = 256, 16
+"""By so many tokens, and such a part of itself, a prompt may be longer than what is predicted of it, and be
+the same: a block of common sizes, and what other gateways don't tell (`foreign_predictions.py`)."""
 
 NO_TERMS: Mapping[str, float] = {}
 
@@ -118,7 +123,10 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """The one that waited longest. Stays even when instances come, go or serve several models."""
+    """The one that waited longest. Stays even when instances come, go or serve several models.
+
+    A slow instance waits for as many times more turns.
+    """
 
     name: ClassVar[str] = "round_robin"
     reads_prompts: ClassVar[bool] = False
@@ -127,7 +135,7 @@ class RoundRobin:
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
         # Of those that waited equally long the first by name, in whose order they come.
-        first = heapq.nsmallest(situation.places, candidates, key=_last_chosen)
+        first = heapq.nsmallest(situation.places, candidates, key=_turns(candidates))
         return [Ranked(c, Reason.LOAD) for c in first]
 
 
@@ -157,7 +165,7 @@ class LeastLoaded:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        first = heapq.nsmallest(situation.places, candidates, key=_by_load)
+        first = heapq.nsmallest(situation.places, candidates, key=_by_load(candidates))
         return [Ranked(c, Reason.LOAD) for c in first]
 
 
@@ -171,10 +179,10 @@ class PowerOfTwo:
     def rank(
         self, situation: Situation, candidates: Sequence[Candidate], random_below: RandomBelow
     ) -> list[Ranked]:
-        rest = list(candidates)
+        rest, by_load = list(candidates), _by_load(candidates)
         picked = [rest.pop(random_below(len(rest))) for _ in range(min(2, len(rest)))]
-        others = heapq.nsmallest(situation.places - len(picked), rest, key=_by_load)
-        return [Ranked(c, Reason.LOAD) for c in (*sorted(picked, key=_by_load), *others)]
+        others = heapq.nsmallest(situation.places - len(picked), rest, key=by_load)
+        return [Ranked(c, Reason.LOAD) for c in (*sorted(picked, key=by_load), *others)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +241,7 @@ class KvCost:
             history_tokens=situation.history_tokens,
             departures=situation.departures,
             context_tokens=situation.context_tokens,
+            pending_tokens=_pending_tokens(situation.prompt_tokens, candidates),
         )
         fetches_ms = [
             pricing.fetch_ms(reuse - worth, c.fetch_ms_per_token)
@@ -321,15 +330,15 @@ def price_all(
     """
     rate, active_ms = pricing.tokens_per_ms, pricing.weights.active_request_ms
     session_ms = 0.0 if pricing.history_tokens else pricing.weights.session_ms
-    prompt_terms: dict[tuple[float, float], tuple[float, float, float]] = {}
+    prompt_terms: dict[tuple[float, float], tuple[float, float, float, float]] = {}
     costs_ms: list[float] = []
     for candidate, reuse_tokens in zip(candidates, reuses_tokens, strict=True):
-        weight = candidate.weight
+        weight = candidate.weight / candidate.slowness
         terms = prompt_terms.get((weight, reuse_tokens))
         if terms is None:
             terms = pricing.prompt_terms_ms(weight, reuse_tokens)
             prompt_terms[weight, reuse_tokens] = terms
-        prefill, history, shared = terms
+        prefill, history, shared, again = terms
         costs_ms.append(
             candidate.queued_prefill_tokens / (rate * weight)
             + candidate.active_requests / weight * active_ms
@@ -337,10 +346,29 @@ def price_all(
             + prefill
             + history
             + shared
+            + again
         )
     if fetches_ms is not None:
         return [cost + fetch for cost, fetch in zip(costs_ms, fetches_ms, strict=True)]
     return costs_ms
+
+
+def _pending_tokens(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
+    """Return how much of the prompt is computed somewhere just now, if that is all of it; else 0.
+
+    A prompt that only begins alike is another session's, which had better live elsewhere. Without
+    events nobody knows whether it is still being computed.
+    """
+    pending, slack = 0, min(SAME_PROMPT_TOKENS, prompt_tokens // SAME_PROMPT_PART)
+    for candidate in candidates:
+        overlap_tokens = candidate.overlap_tokens
+        if overlap_tokens > pending and prompt_tokens - overlap_tokens <= slack:
+            is_confirmed = candidate.confirmed_tokens == overlap_tokens
+            if is_confirmed:
+                return 0  # somebody has it
+            if candidate.trust is not Trust.APPROXIMATE:
+                pending = overlap_tokens
+    return pending
 
 
 def _with_pool(candidate: Candidate, pool: PoolPart, worth_tokens: float) -> float:
@@ -352,7 +380,7 @@ def _with_terms(
     pricing: Pricing, candidate: Candidate, reuse_tokens: float, fetch_ms: float
 ) -> Ranked:
     terms_ms = pricing.terms_ms(
-        candidate.weight,
+        candidate.weight / candidate.slowness,
         candidate.queued_prefill_tokens,
         candidate.active_requests,
         candidate.recent_sessions,
@@ -370,14 +398,28 @@ def _with_terms(
 
 
 _last_chosen: Callable[[Candidate], int] = attrgetter("last_chosen")
-_waited_longest: Callable[[Candidate], tuple[int, Holder]] = attrgetter("last_chosen", "holder")
 
 
-def _by_load(candidate: Candidate) -> tuple[float, float, int, Holder]:
-    return (
+def _turns(candidates: Sequence[Candidate]) -> Callable[[Candidate], float]:
+    """Return the order in which candidates have waited, the longest first; turns of slow ones count less."""
+    now = max(map(_last_chosen, candidates)) + 1
+    return lambda candidate: (candidate.last_chosen - now) / candidate.slowness
+
+
+def _by_load(
+    candidates: Sequence[Candidate],
+) -> Callable[[Candidate], tuple[float, float, float, Holder]]:
+    """Return the order of least load.
+
+    A slow instance keeps its requests for longer, so that by their number it has its share; only where that
+    says nothing its turns do.
+    """
+    now = max(map(_last_chosen, candidates)) + 1  # as in `_turns`
+    return lambda candidate: (
         candidate.active_requests / candidate.weight,
         candidate.queued_prefill_tokens / candidate.weight,
-        *_waited_longest(candidate),
+        (candidate.last_chosen - now) / candidate.slowness,
+        candidate.holder,
     )
 
 
@@ -430,7 +472,7 @@ def _make_plug_in(name: str, options: Mapping[str, Any]) -> Policy:
         raise PolicyError(f"policy {name!r} can't be loaded: {error}") from error
     try:
         policy = cls(**options)
-    except TypeError as error:
+    except Exception as error:  # as above
         raise PolicyError(f"policy {name!r} does not take these options: {error}") from error
     if not isinstance(policy, Policy):
         raise PolicyError(f"policy {name!r} lacks what a policy has: name, reads_prompts, rank()")

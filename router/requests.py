@@ -31,6 +31,7 @@ from moongate.router.events import (
     RequestFirstByte,
 )
 from moongate.router.fleet import Fleet, InstanceState
+from moongate.router.foreign_predictions import told_blocks
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineages, RecentSessions
 from moongate.router.load import LoadTable
@@ -42,6 +43,7 @@ from moongate.router.model import (
     RequestId,
     Trust,
 )
+from moongate.router.peers import Outbox
 from moongate.router.policy import Candidate
 from moongate.router.rates import span_tokens
 from moongate.router.settling import Settling
@@ -61,6 +63,7 @@ class Leg:
     began_at: float
     lacking_tokens: int  # of the prompt, beyond what it has or fetches
     prefill_tokens: int  # of these, what it computes itself: all or none
+    work_tokens: int  # those, and what was ahead of them, in tokens of a prompt's beginning
     had_prefill_alone: bool  # nobody's prompt was ahead
     confirmed_tokens: int = 0  # that the holder was known to have, if it computes the rest
     fetching: Candidate | None = None  # what was chosen, if it gets tokens from the pool
@@ -85,7 +88,7 @@ class Tracked:
     prefill: Leg | None = None  # under way, before that
     tried: list[InstanceId] = field(default_factory=list)  # something was sent there
     failed: list[InstanceId] = field(default_factory=list)  # of these
-    full: list[InstanceId] = field(default_factory=list)  # chosen, but it was not sent there
+    full: list[InstanceId] = field(default_factory=list)  # chosen, but they had no room
     decision: Decision | None = None  # of the attempt under way
     handed_over_tokens: int | None = (
         None  # that a prefill instance keeps for the leg; None: none does
@@ -133,6 +136,7 @@ class Requests:
     sessions: RecentSessions
     settling: Settling
     candidates: CandidateTable
+    outbox: Outbox
     limits: TrackingLimits
     tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     predicting: dict[Holder, dict[RequestId, Leg]] = field(default_factory=dict)
@@ -174,6 +178,7 @@ class Requests:
             changed = self.sessions.note(session, choice.chosen.holder)
         for holder in changed:
             self.candidates.touch(holder)
+            self.loads.changed[holder] = None
 
     def _open(
         self, tracked: Tracked, place: Place, now: float, name: str = "", *, computes: bool = True
@@ -184,21 +189,24 @@ class Requests:
         instance = self.get_instance(holder.instance_id)
         self._forwards += 1
         instance.last_chosen[holder] = self._forwards
-        instance.begin_trial(request.id)
+        instance.breaker.begin_trial(request.id)
         reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
         lacking_tokens = max((request.prompt_tokens or 0) - reused_tokens, 0)
+        prefill_tokens = lacking_tokens if computes else 0
+        work_tokens = self._work_tokens(prefill_tokens, reused_tokens)
+        ahead_tokens = self.loads.get(holder).queued_prefill_tokens
         leg = Leg(
             place,
             holder,
             RequestId(f"{request.id}{name}") if name else request.id,
             now,
             lacking_tokens,
-            prefill_tokens=lacking_tokens if computes else 0,
-            had_prefill_alone=self.loads.get(holder).queued_prefill_tokens == 0,
+            prefill_tokens,
+            work_tokens=ahead_tokens + work_tokens,
+            had_prefill_alone=ahead_tokens == 0,
             confirmed_tokens=chosen.confirmed_tokens if computes else 0,
             fetching=chosen if chosen.pool_tokens and computes else None,
         )
-        work_tokens = self._work_tokens(leg.prefill_tokens, reused_tokens)
         self.loads.reserve(leg.reservation, holder, work_tokens, known.usable_blocks)
         self.candidates.touch(holder)
         return leg
@@ -223,6 +231,7 @@ class Requests:
         if will_confirm:
             leg.predicted, leg.predicted_part = known.chain, part
             self.predicting.setdefault(leg.holder, {})[leg.reservation] = leg
+        self.outbox.note_sent(leg.reservation, leg.holder, known, part, lifetime_s)
 
     def _watch_answer(self, tracked: Tracked, place: Place) -> None:
         """Count what the engine announces of the answer."""
@@ -244,8 +253,7 @@ class Requests:
         assert leg is not None
         instance = self.fleet.find(prefill.holder.instance_id)
         if instance is not None:
-            if instance.suspended_until is not None:
-                instance.resume()
+            if instance.breaker.answered():
                 self.candidates.reset()
             if prefill.had_prefill_alone and tracked.is_exact:
                 self._learn_rate(prefill, instance, (now - prefill.began_at) * 1000)
@@ -269,8 +277,25 @@ class Requests:
                 self.fleet.observe_handoff(tracked.handed_over_tokens, elapsed_ms)
             elif leg.had_prefill_alone:
                 self._learn_rate(leg, instance, elapsed_ms)
+        is_own = tracked.handed_over_tokens is None and leg.fetching is None
+        if event.shows_prefill and is_own and instance is not None:
+            self.fleet.observe_first_byte(instance, leg.work_tokens, elapsed_ms)
         self.loads.end_prefill(leg.reservation)
         self.candidates.touch(leg.holder)
+
+    def yield_prefill(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
+        """Another gateway has sent what ends in these blocks to the same holder at the same time.
+
+        The engine computes what they have in common once, so it is reserved once: by one of the two.
+        """
+        told = set(blocks)
+        for leg in self.predicting.get(holder, {}).values():
+            own = told_blocks(leg.predicted, leg.predicted_part, leg.place.known.block_tokens)
+            if leg.prefill_tokens and own and own[-1] in told:
+                self.loads.end_prefill(leg.reservation)
+                leg.prefill_tokens = 0
+                leg.had_prefill_alone = False
+                self.candidates.touch(holder)
 
     def _learn_rate(self, leg: Leg, instance: InstanceState, elapsed_ms: float) -> None:
         """Learn from the time to the first token: how fast it prefills, or how fast it fetched."""
@@ -303,12 +328,13 @@ class Requests:
         unsent = [other for other in tracked.legs if other is not leg]
         if not event.kind.was_sent and self.index.has_holder(leg.holder):
             self.index.take_predictions_back(leg.holder, leg.assumed_blocks)
+            self.outbox.note_ended(leg.reservation, is_void=True)
         self._close_all(tracked, now)
         self.settling.drop(event.request_id)
         for other in unsent:
             self._end_trial(tracked, other.holder.instance_id)
         instance_id = leg.holder.instance_id
-        if event.kind is FailureKind.FULL:
+        if event.kind.is_refusal:
             self._note_full(tracked, instance_id)
             return []
         tracked.failed.append(instance_id)
@@ -339,7 +365,7 @@ class Requests:
         return RelayFailure(request_id)
 
     def _note_full(self, tracked: Tracked, instance_id: InstanceId) -> None:
-        """Nothing was sent there, so it says nothing about the instance, nor was it an attempt.
+        """Nothing is done there, so it says nothing about the instance, nor was it an attempt.
 
         Unless a prefill was sent, and answered, before.
         """
@@ -352,7 +378,7 @@ class Requests:
     def _end_trial(self, tracked: Tracked, instance_id: InstanceId) -> None:
         instance = self.fleet.find(instance_id)
         if instance is not None:
-            instance.end_trial(tracked.request.id)
+            instance.breaker.end_trial(tracked.request.id)
 
     def _note_failure(self, instance_id: InstanceId, kind: FailureKind) -> list[Command]:
         instance = self.fleet.find(instance_id)
@@ -371,6 +397,7 @@ class Requests:
                 | FailureKind.TIMEOUT
                 | FailureKind.STATUS
                 | FailureKind.FULL
+                | FailureKind.RATE_LIMITED
             ):
                 return []
             case _:
@@ -397,21 +424,27 @@ class Requests:
         self.settling.finished(event.request_id, length, now)
         if is_answered:
             self._charge_failures(tracked, leg, now)
+        is_broken_off = event.outcome is Outcome.BROKEN_OFF
+        if is_broken_off:
+            self._suspect(tracked, leg.holder.instance_id, now)
         self._end_trials(tracked)
-        return [Probe(leg.holder.instance_id)] if event.outcome is Outcome.BROKEN_OFF else []
+        return [Probe(leg.holder.instance_id)] if is_broken_off else []
+
+    def _suspect(self, tracked: Tracked, instance_id: InstanceId, now: float) -> None:
+        instance = self.fleet.find(instance_id)
+        if instance is not None and instance.breaker.may_have_failed(tracked.request.id, now):
+            self.candidates.reset()
 
     def _charge_failures(self, tracked: Tracked, leg: Leg, now: float) -> None:
         """The last instance that was tried has served what the others could not."""
         served_by = self.fleet.find(leg.holder.instance_id)
-        if served_by is not None:
-            served_by.resume()
+        if served_by is not None and served_by.breaker.answered():
+            self.candidates.reset()
         for instance_id in tracked.failed:
             failed = self.fleet.find(instance_id)
             if failed is None or not failed.is_healthy:
                 continue
-            # Requests that failed together are one reason to back off, not one each.
-            if failed.suspended_until is None or failed.trial == tracked.request.id:
-                failed.suspend(now)
+            if failed.breaker.failed(tracked.request.id, now):
                 self.candidates.reset()
 
     def _end_trials(self, tracked: Tracked) -> None:
@@ -431,6 +464,7 @@ class Requests:
         if not predicted:
             return
         leg.predicted = ()
+        self.outbox.note_ended(leg.reservation)
         part = leg.predicted_part
         begin = max(part.start, self._predicted_by_others(leg, predicted))
         if self.index.has_holder(holder):

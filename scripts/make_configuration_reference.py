@@ -25,7 +25,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from moongate.gateway.settings import LATER, PolicySettings, Settings
+from moongate.gateway.reloadable import EFFECTS
+from moongate.gateway.settings import PolicySettings, Settings
 from moongate.router.cost import CostWeights
 from moongate.router.policy import BUILT_IN, KvCost
 
@@ -37,6 +38,8 @@ Every key of the configuration file. This page is written by `scripts/make_confi
 settings themselves, and a test fails where they differ: change `gateway/settings.py`, then run the script.
 What belongs together and why is in [configuration.md](configuration.md); `moongate check -c FILE` tells what is wrong
 with a file. A default of *none* is what `null` or leaving the key out gives; what that means stands behind "none:".
+*Reload* says when a changed value holds while the gateway runs ([operations.md](operations.md#reloading)): `at once`; `as another instance`,
+that is checked before it gets work; or only after a `restart`.
 """
 
 UNITS = {
@@ -82,13 +85,7 @@ def make_page() -> str:
     """Return the page. Raises: NoMeaning."""
     parts = [HEAD]
     for path, model in _sections("", Settings):
-        parts.append(f"## `{path}`\n\n{_docstring(model)}\n\n{_table(model)}")
-    for (section, key), values in LATER.items():
-        told = ", ".join(f"`{value}`" for value in values)
-        parts.append(
-            f"## `{section}`\n\n| key | value | meaning |\n|---|---|---|\n"
-            f"| `{key}` | {told} | the only value that this version knows |\n"
-        )
+        parts.append(f"## `{path}`\n\n{_docstring(model)}\n\n{_table(path, model)}")
     names = " and ".join(f"`{n}`" for n, cls in BUILT_IN.items() if issubclass(cls, KvCost))
     parts.append(
         f"## `policy.options` of {names}\n\nNumbers of 0 and more; the other built-in policies have no "
@@ -119,17 +116,18 @@ def _docstring(model: type[BaseModel]) -> str:
     return " ".join(inspect.cleandoc(model.__doc__ or "").split())
 
 
-def _table(model: type[BaseModel]) -> str:
+def _table(path: str, model: type[BaseModel]) -> str:
     meanings = read_meanings(model)
     schema = model.model_json_schema()
-    rows = ["| key | kind | default | unit | meaning |", "|---|---|---|---|---|"]
+    rows = ["| key | kind | default | unit | reload | meaning |", "|---|---|---|---|---|---|"]
     for name, field in model.model_fields.items():
         is_section = _nested(field.annotation) is not None
         kind = "section, below" if is_section else _kind(schema["properties"][name])
         if name == "name" and model is PolicySettings:
             kind = ", ".join(f"`{choice}`" for choice in [*BUILT_IN, "module:Class"])
         cells = (f"`{name}`", kind, _default(field.get_default(call_default_factory=True)))
-        rows.append(f"| {' | '.join(cells)} | {_unit(name)} | {_cell(meanings[name])} |")
+        effect = "" if is_section else EFFECTS[f"{path}.{name}"].value
+        rows.append(f"| {' | '.join(cells)} | {_unit(name)} | {effect} | {_cell(meanings[name])} |")
     return "\n".join(rows) + "\n"
 
 

@@ -136,6 +136,7 @@ class SimApi:
             Route("/kv_event_sources", self.kv_event_sources, methods=["GET"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/sim/requests", self.sim_requests, methods=["GET"]),
+            Route("/sim/cache", self.sim_cache, methods=["GET"]),
         ]
         # /v1/embeddings and the like get a 404: a generate-only vLLM doesn't register them either.
         handlers: dict[Any, Any] = {
@@ -424,6 +425,11 @@ class SimApi:
     async def sim_requests(self, _: Request) -> Response:
         """No route of the engine's: what it was sent, for tests in other processes."""
         return _json([one.as_json() for one in self._debugging.received])
+
+    async def sim_cache(self, _: Request) -> Response:
+        """No route of the engine's: by rank, the digests (hex) of the blocks that it has cached."""
+        caches = {rank: one.model.pool.cached_copies() for rank, one in self._runners.items()}
+        return _json({str(rank): [d.hex() for d in digests] for rank, digests in caches.items()})
 
     async def reset_prefix_cache(self, _: Request) -> Response:
         resets = [runner.model.reset_prefix_cache() for runner in self._runners.values()]

@@ -27,7 +27,7 @@ async def scrape_everything(directory: Path) -> Scrape:
     series: dict[str, list[dict[str, str]]] = {}
     for part in (
         await _of_events_and_pool(),
-        await _of_failures(),
+        await _of_failures(directory),
         await _of_handoffs(),
         await _of_shared_state(directory),
     ):
@@ -69,7 +69,7 @@ async def _has(gateway: LiveGateway, name: str) -> bool:
     return bool((await scrape(gateway.client)).series[name])
 
 
-async def _of_failures() -> Scrape:
+async def _of_failures(directory: Path) -> Scrape:
     async def act(request: Received) -> None:
         if request.json().get("x_act") == "break":
             await request.start_stream()
@@ -81,7 +81,9 @@ async def _of_failures() -> Scrape:
             await request.answer(200, chat_answer(cached_tokens=0))
 
     async with FakeEngine(act) as a, FakeEngine(act) as b:
-        async with live_gateway([a.url, b.url], limits={"body_bytes_max": 4096}) as gateway:
+        async with live_gateway(
+            [a.url, b.url], file=directory / "gateway.yaml", limits={"body_bytes_max": 4096}
+        ) as gateway:
             await gateway.chat()
             await gateway.chat(stream=True, x_act="break")
             await gateway.chat(content="x" * 5000)

@@ -107,6 +107,7 @@ class FakeEngine:
     def __init__(self, handler: Handler = answer_ok, model: str = "m") -> None:
         self.handler = handler
         self.received: list[Received] = []
+        self.connections = 0  # accepted so far
         self.is_healthy = True
         self.has_messages = True
         self.models: list[dict[str, Any]] = [{"id": model, "object": "model", "parent": None}]
@@ -162,6 +163,7 @@ class FakeEngine:
             if self._is_stopping:
                 connection.close()
                 return
+            self.connections += 1
             reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 27)
             self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from moongate.gateway.app import Gateway
+from moongate.gateway.config_file import ConfigFile
+from moongate.gateway.dns_names import Resolve
+from moongate.gateway.driver import Recorder
 from moongate.gateway.server import GatewayServer, listen
 from moongate.gateway.settings import Settings
 from moongate.kvpool.store import PoolStore
@@ -73,11 +79,17 @@ async def live_gateway(
     *,
     wait_ready: bool = True,
     memory_pool: PoolStore | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    recorder: Recorder | None = None,
+    file: Path | None = None,
+    resolve: Resolve | None = None,
     **settings: Any,
 ) -> AsyncIterator[LiveGateway]:
     """Run a gateway before these instances (named a, b, ...). Settings as in the file.
 
-    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`.
+    `memory_pool`: the one in this process, for `pool={"kind": "memory"}`. `recorder`: is told all
+    that the core is. `file`: the settings are written there, and the gateway is started from it. `resolve`:
+    in place of DNS.
     """
     instances = settings.pop(
         "instances", [{"id": "abcdefgh"[n], "url": url} for n, url in enumerate(urls)]
@@ -88,8 +100,22 @@ async def live_gateway(
         **settings,
         "instances": instances,
     }
+    loaded = None
+    if file is not None:
+        file.write_text(yaml.safe_dump(merged))
+        loaded = ConfigFile(file).load()
+    wanted = loaded.settings if loaded is not None else Settings.model_validate(merged)
     server = GatewayServer(
-        Gateway(Settings.model_validate(merged), seed=1, pool=memory_pool), listen("127.0.0.1", 0)
+        Gateway(
+            wanted,
+            clock=clock,
+            seed=1,
+            recorder=recorder,
+            pool=memory_pool,
+            loaded=loaded,
+            resolve=resolve,
+        ),
+        listen("127.0.0.1", 0),
     )
     serving = asyncio.create_task(server.serve())
     limits = httpx.Limits(max_connections=None)

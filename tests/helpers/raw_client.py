@@ -80,9 +80,9 @@ class RawClient:
             if pause_s:
                 await asyncio.sleep(pause_s)
 
-    async def head(self) -> tuple[int, dict[str, str]]:
+    async def head(self, wait_s: float = WAIT_S) -> tuple[int, dict[str, str]]:
         """Read an answer's head."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(wait_s):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
         pairs = [(name, value) for name, _, value in (line.partition(": ") for line in lines)]

@@ -39,9 +39,6 @@ CONTRACT: Mapping[str, frozenset[str]] = {
 }
 """The names and labels that people rely on (INTERFACE, section 6)."""
 
-LATER = frozenset({"moongate_config_reloads_total"})
-"""Of these, what comes with reloading. Remove it when it is there."""
-
 
 @dataclass(frozen=True, slots=True)
 class Scrape:

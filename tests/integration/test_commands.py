@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -131,6 +132,35 @@ def test_c90_sigterm_lets_a_running_answer_end(tmp_path: Path, launch: Launch) -
         rest = list(lines)
     assert rest[-2] == "data: [DONE]"
     assert gateway.process.wait(20) == 0
+
+
+def has_logged(gateway: Child, text: str) -> bool:
+    return text in gateway.log.read_text()
+
+
+def test_sighup_reads_the_file_again_and_what_holds_is_logged(
+    tmp_path: Path, launch: Launch
+) -> None:
+    sim = launch("sim-engine", port=free_port())
+    sim.wait_until("/health", 20.0)
+    gateway = start_gateway(tmp_path, {"instances": [{"id": "a", "url": sim.url}]})
+    file = tmp_path / "gateway.yaml"
+    reload = f"{gateway.url}/admin/reload"
+    for content, told in (
+        ("policy: {name: random}", "is in force: policy.name"),
+        ("policy: {nam: random}", "policy.nam: unknown key (did you mean name?)"),
+    ):
+        port = httpx.URL(gateway.url).port
+        file.write_text(
+            f"{content}\nlisten: {{port: {port}}}\ninstances: [{{id: a, url: '{sim.url}'}}]\n"
+        )
+        gateway.process.send_signal(signal.SIGHUP)
+        until(functools.partial(has_logged, gateway, told), told=gateway.tail)
+    assert "SIGHUP" in gateway.log.read_text()
+    assert len(httpx.get(reload, trust_env=False).json()["problems"]) == 1
+    with httpx.Client(trust_env=False) as client:
+        assert client.post(reload).status_code == 400
+    assert gateway.stop() == 0
 
 
 def test_a_wrong_file_is_refused_quickly_by_serve(tmp_path: Path) -> None:

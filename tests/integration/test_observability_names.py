@@ -8,7 +8,7 @@ import pytest
 from all_metrics import scrape_everything
 from observability_files import TARGET_LABELS, Expression, expressions, recorded
 from redis_process import needs_redis
-from scrape import CONTRACT, LATER, Scrape
+from scrape import Scrape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -19,7 +19,6 @@ LABELS = {"up": {"instance", "job"}}
 def known_labels(shown: Scrape) -> dict[str, set[str]]:
     """Return the labels of each metric, and of what is recorded from them."""
     known = {name: shown.labels(name) | TARGET_LABELS for name in shown.series}
-    known |= {name: set(CONTRACT[name]) | TARGET_LABELS for name in LATER}
     known |= {name: labels | TARGET_LABELS for name, labels in LABELS.items()}
     for name, expression in recorded().items():
         known[name] = expression.grouping_labels - {"le"}

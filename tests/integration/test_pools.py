@@ -103,4 +103,4 @@ async def test_c107_what_does_not_fit_into_one_pool_goes_elsewhere() -> None:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
             await until(lambda: gateway.inflight() == 0)
-            assert not any(i.suspended_until for i in gateway.core.fleet)
+            assert all(i.breaker.is_closed for i in gateway.core.fleet)

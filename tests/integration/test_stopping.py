@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 import pytest_asyncio
-from live_gateway import live_gateway
+from live_gateway import live_gateway, until
 
 from moongate.gateway.app import Gateway
 from moongate.gateway.monitor import Monitor
@@ -37,6 +39,39 @@ async def engine() -> AsyncIterator[SimEngine]:
     await engine.start()
     yield engine
     await engine.stop()
+
+
+async def test_c90_while_it_drains_it_is_not_ready_and_what_runs_ends(
+    engine: SimEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    body = {**TURN, "max_tokens": 20, "ignore_eos": True}
+    async with live_gateway([engine.url], drain={"limit_s": 30.0}) as gateway:
+
+        async def ask(*, stream: bool) -> httpx.Response:
+            path = "/v1/chat/completions"
+            return await gateway.client.post(path, json={**body, "stream": stream})
+
+        # What is asked before the listener has closed, which takes a tenth of a second at most.
+        readiness = gateway.server.gateway.readiness
+        readiness.is_draining = True
+        ready, late = await gateway.client.get("/ready"), await ask(stream=False)
+        assert ready.status_code == 503
+        assert ready.json()["reasons"] == ["the gateway is stopping"]
+        readiness.is_draining = False
+        running = [asyncio.create_task(ask(stream=stream)) for stream in (True, False)]
+        await until(lambda: gateway.inflight() == 2)
+        gateway.server.request_stop()
+        assert readiness.is_draining
+        whole, plain = await asyncio.gather(*running)
+        assert whole.text.rstrip().endswith("data: [DONE]")
+        for answer in (plain, late):
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        with pytest.raises(httpx.ConnectError):
+            await gateway.client.get("/ready")
+    told = [r.getMessage() for r in caplog.records if r.name == "moongate.gateway.server"]
+    assert told[0] == "told to stop: nothing new is taken, what runs may take 30 s"
+    assert "the gateway has stopped" in told
 
 
 async def test_a_second_signal_breaks_answers_off_and_closes_everything(engine: SimEngine) -> None:

@@ -27,8 +27,10 @@ from moongate.router import (
     Event,
     FailureKind,
     Forward,
+    Hold,
     Holder,
     InstanceAdded,
+    InstanceChanged,
     InstanceDescribed,
     InstanceFacts,
     InstanceId,
@@ -43,6 +45,7 @@ from moongate.router import (
     PrefillEnded,
     PrefillFailed,
     Prompt,
+    Reconfigured,
     Reject,
     RelayFailure,
     ReplayEnded,
@@ -67,6 +70,7 @@ from moongate.router import (
     WakeUp,
     make_policy,
 )
+from moongate.router.admission import AdmissionLimits
 from moongate.router.blocks import hash_prompt, hash_text, pack_tokens
 from moongate.router.events import (
     BlocksCleared,
@@ -77,6 +81,7 @@ from moongate.router.events import (
 )
 from moongate.router.invariants import check
 from moongate.router.model import TEXT_SPACE, WHOLE_PREFIX, BlockHash, Duty
+from moongate.router.sources import SourceEvent
 
 MODEL, ADAPTER = "m", "ad-1"
 KEY_SPACES = (KeySpace("k"), KeySpace("l"))
@@ -341,13 +346,17 @@ class History:
         self.now = 0.0
         self.policy = chance.choice(POLICIES)
         self.seed = chance.randrange(1000)
+        # Of its own, so that bounded instances change nothing of a history that has none.
+        self.bound_chance = random.Random(self.seed)
         self.limits = RouterLimits(
             index_blocks_max=chance.choice([8, 1000, 1000, 1000]),
             attempts_max=chance.choice([1, 2, 2, 3]),
+            admission=self._choose_bounds(),
         )
         self.core = make_core(self.policy, self.seed, self.limits)
         self.instances: dict[InstanceId, Instance] = {}
         self.open: dict[RequestId, Open] = {}
+        self.held: dict[RequestId, Request] = {}
         self.ended: Counter[RequestId] = Counter()
         self.asked: dict[RequestId, Request] = {}
         self.arrived = 0
@@ -360,6 +369,8 @@ class History:
         # Of its own, so that what a pool has changes nothing else of a history.
         self.pool_chance = random.Random(self.seed)
         self.has_pool = self.pool_chance.random() < 0.5
+        self.operator_chance = random.Random(self.seed + 1)
+        self.has_operator = self.operator_chance.random() < 0.3
 
     def run(self, steps: int) -> None:
         """Let a fleet join and `steps` things happen, then heal it and compare it with the truth."""
@@ -369,10 +380,23 @@ class History:
             self.chance.choice(self.kinds)()
             if self.has_pool and self.pool_chance.random() < 0.1:
                 self._name_keys()
+            if self.has_operator and self.operator_chance.random() < 0.1:
+                self._reconfigure()
         self.heal()
         self.check_converged()
         self.check_trusted()
         self.check_ended()
+
+    def _choose_bounds(self) -> AdmissionLimits:
+        chance = self.bound_chance
+        if chance.random() < 0.7:
+            return AdmissionLimits()
+        return AdmissionLimits(
+            chance.choice([None, 1, 2]),
+            chance.choice([1, 10]),
+            queue_requests_max=chance.choice([1, 3, 100]),
+            wait_s_max=chance.choice([1.0, 30.0]),
+        )
 
     def _choose_kinds(self) -> list[Callable[[], object]]:
         """Return what may happen: half of the kinds, some of them more often than others."""
@@ -415,11 +439,18 @@ class History:
         for command in commands:
             match command:
                 case Forward():
-                    if arriving is not None:
-                        self.open[arriving.id] = Open(arriving)
+                    started = self.held.pop(command.request_id, None)
+                    if started is None and arriving is not None:
+                        started = arriving
+                    if started is not None:
+                        self.open[started.id] = Open(started)
                     self._forwarded(command)
+                case Hold():
+                    assert arriving is not None
+                    self.held[command.request_id] = arriving
                 case Reject() | RelayFailure():
                     self.open.pop(command.request_id, None)
+                    self.held.pop(command.request_id, None)
                     self.ended[command.request_id] += 1
                 case RequestReplay():
                     engine = self._engine(command.source)
@@ -432,6 +463,17 @@ class History:
                     self.wake_at = command.at
                 case _:
                     pass
+        self._check_held(event)
+
+    def _check_held(self, event: Event) -> None:
+        """Check that those that wait are those that the core holds, and that none of them could start."""
+        admission = self.core.admission
+        waiting = list(admission.queue) if admission is not None else []
+        assert {each.request.id for each in waiting} == self.held.keys()
+        if admission is not None and not isinstance(event, SourceEvent):
+            can_start = admission.starter(admission.full_instances(), self.now)
+            assert not any(map(can_start, waiting))
+            assert all(each.deadline > self.now for each in waiting)
 
     def _forwarded(self, forward: Forward) -> None:
         holder, ranking = forward.holder, forward.decision.ranking
@@ -597,6 +639,20 @@ class History:
         if self.instances:
             instance = chance.choice(list(self.instances.values()))
             self.handle(InstancePooled(instance.id, chance.choice([None, *KEY_SPACES])))
+
+    def _reconfigure(self) -> None:
+        """Let the operator want another policy, or another role or weight of an instance."""
+        chance = self.operator_chance
+        if chance.random() < 0.5 or not self.instances:
+            policy = make_policy(chance.choice(POLICIES))
+            others = (make_policy("least_loaded"), make_policy("session_hash"))
+            self.handle(Reconfigured(policy, others, self.limits, None))
+            return
+        instance = chance.choice(list(self.instances.values()))
+        if self.is_apart:
+            instance.role = chance.choice([Role.PREFILL, Role.DECODE, Role.BOTH])
+        spec = InstanceSpec(instance.id, instance.role, chance.choice([0.5, 1.0, 2.0]))
+        self.handle(InstanceChanged(spec))
 
     # --- sources ----------------------------------------------------------------------------------
 
@@ -798,6 +854,8 @@ class History:
             pool=self._pool_parts(prompt),
             may_hand_over=(may_hand_over := chance.random() < 0.7),
             stays_whole=not may_hand_over and chance.random() < 0.3,
+            tenant=self.bound_chance.choice(["", "", "t"]),
+            priority=self.bound_chance.choice([0, 0, -1, 1]),
         )
         self.core.covers(request, self.now)  # changes nothing
         explained = self.core.explain(request, self.now)
@@ -808,7 +866,8 @@ class History:
             is_choosy = self.core.fleet.has_prefill(model)  # of those that may compute a prompt
             assert is_choosy or len(explained.ranking) == len(candidates)
         self.handle(RequestArrived(request))
-        assert (request.id in self.open) != (self.ended[request.id] == 1)
+        is_held = request.id in self.held
+        assert (request.id in self.open) + is_held + self.ended[request.id] == 1
 
     def _prompt(self, model: str) -> Prompt | None:
         kind, tokens = self.chance.randrange(9), self._tokens()
@@ -886,16 +945,28 @@ class History:
         if kind is FailureKind.UNREACHABLE and instance is not None:
             instance.probed(is_healthy=False, is_gone=True)
         opened.is_kept = opened.is_kept and not kind.was_sent
-        opened.attempts -= kind is FailureKind.FULL and not opened.is_kept
+        opened.attempts -= kind.is_refusal and not opened.is_kept
         is_prefill = opened.prefill is not None
         opened.had_prefill = opened.had_prefill or is_prefill
         count = len(self.commands)
         self.handle((PrefillFailed if is_prefill else RequestFailed)(request_id, kind))
-        told = [c for c in self.commands[count:] if isinstance(c, Forward | RelayFailure)]
+        told = [
+            c for c in self.commands[count:]
+            if isinstance(c, Forward | RelayFailure) and c.request_id == request_id
+        ]  # fmt: skip
         assert len(told) == 1
         assert isinstance(told[0], Forward) != (self.ended[request_id] == 1)
 
+    def _leave(self) -> None:
+        """Let a client leave whose request waits."""
+        request_id = self.bound_chance.choice(list(self.held))
+        del self.held[request_id]
+        self.ended[request_id] += 1
+        self.handle(RequestFinished(request_id, Outcome.CLIENT_LEFT))
+
     def _finish(self) -> None:
+        if self.held and self.bound_chance.random() < 0.2:
+            self._leave()
         found = self._some_request()
         if found is None:
             return
@@ -932,6 +1003,8 @@ class History:
         """End all requests and all faults, and let everybody say what is left to say."""
         while self.open:
             self._finish()
+        while self.held:
+            self._leave()
         for engine in [e for i in self.instances.values() for e in i.engines]:
             if engine.link is None:
                 continue
@@ -983,7 +1056,7 @@ class History:
         assert self.core.loads.loads == {}
         assert self.core.index._predicted_masks == {}
         for instance in self.core.fleet:
-            assert instance.trial is None
+            assert instance.breaker.trial is None
 
     def check_converged(self) -> None:
         """Check that the index of each holder that is EXACT is what its engines hold."""

@@ -157,7 +157,7 @@ def test_seedings_keep_their_bounds_whatever_happens() -> None:
         seeds += history.seeds
         failed += any(isinstance(e, SeedingEnded) and not e.is_done for _, e in history.recording)
     assert seeds > SEQUENCES // 20, f"hardly anything is seeded any more: {seeds}"
-    assert failed > 10
+    assert failed > 5
 
 
 def test_a_recording_with_seedings_replays_to_the_same_commands() -> None:

@@ -38,10 +38,21 @@ def test_a_page_that_says_another_default_is_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("upstream_timeout_s", "number above 0, 86400 at most | `600` | s | silence of an engine"),
-        ("role", "`both`, `prefill`, `decode` | `both` |  | prefill: computes prompts"),
-        ("per_minute_max", "whole number from 1 to 600 | `20` | 1/minute | seedings begun"),
-        ("id", "text | must be given |  | what receipts"),
+        (
+            "upstream_timeout_s",
+            "number above 0, 86400 at most | `600` | s | at once | silence of an engine",
+        ),
+        ("stream_usage", "`asked`, `always` | `asked` |  | at once | always: ask engines for"),
+        (
+            "per_minute_max",
+            "whole number from 1 to 600 | `20` | 1/minute | at once | seedings begun",
+        ),
+        ("id", "text | must be given |  | as another instance | what receipts"),
+        (
+            "ranks",
+            "whole number from 1 to 1024, or list of whole number, 0 or more | *none* |  | as another",
+        ),
+        ("port", "whole number from 0 to 65535 | `8000` |  | restart | 0: any free port"),
         ("history_weight", "`3` |  | extra charge"),
     ],
 )

@@ -68,12 +68,19 @@ FIRING: dict[str, dict[str, str]] = {
         'moongate_requests_total{code="200"}': "0+100x60",
         'moongate_retries_total{reason="status"}': "0+10x60",
     },
+    "MoongateInstanceSlow": {'moongate_instance_slowness{instance="a"}': "4x60"},
+    "MoongateBreakerOpens": {'moongate_breaker_openings_total{instance="a"}': "0+1x60"},
     "MoongateSlowFirstToken": {
         'moongate_ttft_seconds_bucket{instance="a",le="30"}': "0+1x60",
         'moongate_ttft_seconds_bucket{instance="a",le="60"}': "0+10x60",
         'moongate_ttft_seconds_bucket{instance="a",le="+Inf"}': "0+10x60",
     },
-    "MoongateReadingFallsBehind": {'moongate_queue_requests{gateway="g"}': "300x60"},
+    "MoongateReadingFallsBehind": {'moongate_reading_requests{gateway="g"}': "300x60"},
+    "MoongateQueueIsLong": {
+        'moongate_queue_seconds_bucket{le="10"}': "0+1x60",
+        'moongate_queue_seconds_bucket{le="15"}': "0+10x60",
+        'moongate_queue_seconds_bucket{le="+Inf"}': "0+10x60",
+    },
     "MoongatePromptsNotRead": {
         'moongate_requests_total{code="200"}': "0+100x60",
         'moongate_route_fallback_total{reason="budget"}': "0+50x60",

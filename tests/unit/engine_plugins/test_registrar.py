@@ -124,6 +124,7 @@ ANNOUNCEMENT = Announcement(
             "announce: 'gateway:8000' is no http address of a gateway",
         ),
         ({"gateways": ("http://",)}, "announce: 'http://' is no http address of a gateway"),
+        ({"gateways": ("http://[::",)}, "announce: 'http://[::' is no http address of a gateway"),
     ],
 )
 def test_announcements_that_can_not_be_are_refused(

@@ -407,6 +407,11 @@ def test_a_live_message_has_topic_sequence_and_payload() -> None:
         ([b"", bytes(8), b"p", b""], "frame_count"),
         ([b"t", bytes(4), b"p"], "sequence_size"),
         ([b"t", b"", b"p"], "sequence_size"),
+        (
+            [b"t", b"\xff" * 8, b""],
+            "sequence_value",
+        ),  # would be earlier than any, after a restart too
+        ([b"t", b"\x80" + bytes(7), b"p"], "sequence_value"),
     ],
 )
 def test_c62_live_frames_of_another_form_are_refused_by_reason(
@@ -445,6 +450,7 @@ def test_c61_the_end_mark_ends_a_replay(frames: list[bytes]) -> None:
         ([b"p"], "frame_count"),
         ([b"x", b"t", bytes(8), b"p"], "frame_count"),
         ([b"", b"t", bytes(7), b"p"], "sequence_size"),
+        ([b"t", b"\xff" * 7 + b"\xfe", b"p"], "sequence_value"),
     ],
 )
 def test_c61_replay_frames_of_another_form_are_refused_by_reason(

@@ -1,5 +1,7 @@
 """Which headers cross the gateway."""
 
+from typing import Any
+
 import pytest
 
 from moongate.gateway.headers import (
@@ -113,6 +115,10 @@ def test_of_repeated_headers_the_first_is_read() -> None:
     assert read_headers(raw) == {"x-session-id": "a", "x-odd": "é"}
 
 
+def has_key(text: bytes) -> bool:
+    return b"sk-1" in text
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
@@ -124,16 +130,30 @@ def test_of_repeated_headers_the_first_is_read() -> None:
         ("a b", None),
         ("a\nb", None),
         ("é", None),
+        ("turn-sk-1", None),
     ],
 )
 def test_a_request_id_is_echoed_if_it_can_be_logged_safely(
     given: str | None, kept: str | None
 ) -> None:
-    assert clean_request_id(given) == kept
+    assert clean_request_id(given, has_key) == kept
 
 
 def test_a_request_id_of_ours_is_no_other_and_could_be_a_clients() -> None:
     made = {make_request_id() for _ in range(1000)}
     assert len(made) == 1000
     assert {len(request_id) for request_id in made} == {32}
-    assert all(clean_request_id(request_id) == request_id for request_id in made)
+    assert all(clean_request_id(request_id, has_key) == request_id for request_id in made)
+
+
+def test_c98_a_header_with_a_key_in_it_is_dropped_whatever_its_name() -> None:
+    raw = [(b"X-One", b"k=sk-1; y"), (b"x-two", b"sk-2"), (b"x-three", b"sk"), (b"x-four", b"-1")]
+
+    def forwarded(**named: Any) -> list[bytes]:
+        headers = request_headers(raw, request_id="r", is_secret=has_key, **named)
+        return [name for name, _ in headers if name.startswith(b"x-") and name != b"x-request-id"]
+
+    others = [b"x-two", b"x-three", b"x-four"]
+    assert forwarded(forward_credentials=False, api_key=None) == others
+    assert forwarded(forward_credentials=True, api_key="b-1") == others
+    assert forwarded(forward_credentials=True, api_key=None) == [b"x-one", *others]

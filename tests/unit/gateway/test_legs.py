@@ -10,6 +10,7 @@ import pytest
 
 from moongate.gateway.body import Body, parse_body
 from moongate.gateway.errors import GatewayError
+from moongate.gateway.headers import make_request_id
 from moongate.gateway.legs import (
     LEFT_OUT,
     PrefillReport,
@@ -331,3 +332,8 @@ def test_what_a_messages_prefill_says(reason: str | None, is_held: bool) -> None
     usage = {"input_tokens": 5, "cache_read_input_tokens": 4}
     told = {"type": "message", "stop_reason": reason, "usage": usage, "kv_transfer_params": None}
     assert read_prefill(orjson.dumps(told)) == PrefillReport(is_held, None, 4)
+
+
+def test_c72_ten_thousand_transfers_have_ids_of_their_own() -> None:
+    """A hand-off is named as a request is."""
+    assert len({make_request_id() for _ in range(10_000)}) == 10_000

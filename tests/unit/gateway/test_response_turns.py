@@ -24,7 +24,7 @@ def some_turns() -> ResponseTurns:
 
 def begin(turns: ResponseTurns, **fields: Any) -> ResponseTurn:
     return asyncio.run(
-        turns.begin(parse_body(orjson.dumps({"model": "m", **fields}), ROUTE), ROUTE)
+        turns.begin("", parse_body(orjson.dumps({"model": "m", **fields}), ROUTE), ROUTE)
     )
 
 
@@ -47,10 +47,10 @@ def input_of(turn: ResponseTurn) -> Any:
 def test_a_first_turn_goes_to_the_engine_as_it_came() -> None:
     turns = some_turns()
     raw = b'{ "model":"m", "input" : "hi" }'
-    turn = asyncio.run(turns.begin(parse_body(raw, ROUTE), ROUTE))
+    turn = asyncio.run(turns.begin("", parse_body(raw, ROUTE), ROUTE))
     assert turn.body.raw == raw
     assert turn.take_whole(answer("resp_1")) == answer("resp_1")
-    assert asyncio.run(turns.find("resp_1", "x")).response == answer("resp_1")
+    assert asyncio.run(turns.find("", "resp_1", "x")).response == answer("resp_1")
 
 
 def test_a_continued_response_has_the_whole_conversation_as_its_input() -> None:
@@ -71,7 +71,9 @@ def test_a_continued_response_has_the_whole_conversation_as_its_input() -> None:
 def test_numbers_and_spaces_in_items_stay_as_they_are() -> None:
     turns = some_turns()
     raw = b'{"model":"m","input":[ {"x":1e400, "y":12345678901234567890123} ]}'
-    asyncio.run(turns.begin(parse_body(raw, ROUTE), ROUTE)).take_whole(answer("resp_1", output=[]))
+    asyncio.run(turns.begin("", parse_body(raw, ROUTE), ROUTE)).take_whole(
+        answer("resp_1", output=[])
+    )
     second = begin(turns, input="x", previous_response_id="resp_1")
     assert b'{"x":1e400, "y":12345678901234567890123}' in second.body.raw
 
@@ -83,7 +85,7 @@ def test_the_client_is_told_what_its_response_continues() -> None:
     told = json.loads(turn.take_whole(answer("resp_2")))
     assert told["previous_response_id"] == "resp_1"
     assert (
-        json.loads(asyncio.run(turns.find("resp_2", "x")).response)["previous_response_id"]
+        json.loads(asyncio.run(turns.find("", "resp_2", "x")).response)["previous_response_id"]
         == "resp_1"
     )
 
@@ -107,7 +109,7 @@ def test_a_streams_last_response_is_kept(kind: str) -> None:
     assert len(turns.store) == 0
     final = final_event(answer("resp_1"), kind)
     assert turn.take_events(b"event: x\ndata: {}\n\n" + final).endswith(final)
-    assert asyncio.run(turns.find("resp_1", "x")).history() == orjson.dumps(
+    assert asyncio.run(turns.find("", "resp_1", "x")).history() == orjson.dumps(
         USER
     ) + b"," + orjson.dumps(OUTPUT)
 

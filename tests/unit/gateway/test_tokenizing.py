@@ -280,9 +280,9 @@ def test_what_can_not_be_ready_is_begun_and_there_the_next_time() -> None:
         renderer, text = watched(), a_chat("known" * 20, LONG, "known" * 20)
         pieces = renderer.boundaries.split(text)
         for piece in pieces[:2]:  # as if in another prompt, within its budget
-            tokenizing._budget_s = 10.0
+            tokenizing.budget_s = 10.0
             await tokenizing.tokenize(renderer, piece)
-        tokenizing._budget_s = 1e-9
+        tokenizing.budget_s = 1e-9
         renderer.may_go.clear()
         partial = await tokenizing.tokenize(renderer, text)
         renderer.may_go.set()

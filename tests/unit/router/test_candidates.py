@@ -112,7 +112,7 @@ def test_the_same_facts_again_change_nothing() -> None:
     assert core.candidates.group(MODEL, 0.0) is group
 
 
-def test_while_an_instance_is_suspended_the_time_decides() -> None:
+def test_while_a_breaker_is_open_the_time_decides() -> None:
     core = make_core(A, B)
     assert send(core, arrived("r")).instance_id == A
     feed(core, RequestFailed(R, FailureKind.STATUS, 500), RequestFinished(R, Outcome.ANSWERED))

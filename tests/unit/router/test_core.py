@@ -445,7 +445,7 @@ def test_what_is_full_is_no_attempt_and_is_not_charged() -> None:
         assert (forward.holder, forward.attempt) == (holder, 1)
         assert core.loads.get(holder) == Load(1, 3, 1)
     feed(core, finished(R))
-    assert not any(instance.suspended_until for instance in core.fleet)
+    assert all(instance.breaker.is_closed for instance in core.fleet)
 
 
 def test_a_full_instance_that_was_removed_meanwhile_is_no_trouble() -> None:
@@ -453,6 +453,44 @@ def test_a_full_instance_that_was_removed_meanwhile_is_no_trouble() -> None:
     assert send(core, arrived("r", 1, 2, 3)) == HA
     feed(core, InstanceRemoved(A))
     assert forward_in(feed(core, RequestFailed(R, FailureKind.FULL))).holder == HB
+
+
+def test_c26_one_that_is_rate_limited_has_done_nothing_and_is_not_charged() -> None:
+    core = with_sources(A, B)
+    assert send(core, arrived("r", 1, 2, 3)) == HA
+    forward = forward_in(feed(core, RequestFailed(R, FailureKind.RATE_LIMITED, 429)))
+    assert (forward.holder, forward.attempt) == (HB, 1)
+    assert core.index.predicted_count(HA) == 0
+    feed(core, finished(R))
+    assert all(instance.breaker.is_closed for instance in core.fleet)
+
+
+def test_c26_four_are_asked_at_most() -> None:
+    names = [InstanceId(f"i{n}") for n in range(6)]
+    core = make_core(*names)
+    feed(core, arrived("r"))
+    limited = RequestFailed(R, FailureKind.RATE_LIMITED, 429)
+    kinds = [[type(c) for c in feed(core, limited)] for _ in range(4)]
+    assert kinds == [[Forward], [Forward], [Forward], [RelayFailure]]
+
+
+@pytest.mark.parametrize("retries", [True, False])
+def test_silence_is_repeated_only_if_the_operator_wants_it(retries: bool) -> None:
+    core = make_core(A, B, limits=RouterLimits(retries_timeouts=retries))
+    feed(core, arrived("r"))
+    commands = feed(core, RequestFailed(R, FailureKind.TIMEOUT))
+    assert [type(command) for command in commands] == [Forward if retries else RelayFailure]
+
+
+def test_c89_a_refused_trial_neither_closes_the_breaker_nor_opens_it_again() -> None:
+    core = make_core(A, B)
+    fail_over(core, R, now=0.0)
+    assert send(core, arrived("other"), now=0.5) == HB
+    assert send(core, arrived("s"), now=1.0) == HA
+    core.handle(finished(S, Outcome.REFUSED), now=1.0)
+    (breaker,) = (i.breaker for i in core.fleet if i.spec.id == A)
+    assert (breaker.is_closed, breaker.openings, breaker.trial) == (False, 1, None)
+    assert send(core, arrived("t"), now=1.0) == HA
 
 
 def test_where_all_are_full_the_client_is_told() -> None:
@@ -539,7 +577,7 @@ def test_c49_a_trial_whose_client_left_lets_another_through(is_answered: bool) -
     assert send(core, arrived("t"), now=1.0) == HA
     outcome = Outcome.ANSWERED if is_answered else Outcome.BROKEN_OFF
     core.handle(finished(T, outcome), now=1.0)
-    assert core.fleet.available(MODEL, 1.0, [B])[0].trial is None
+    assert core.fleet.available(MODEL, 1.0, [B])[0].breaker.trial is None
 
 
 def test_c49_a_trial_that_nobody_could_serve_lets_another_through() -> None:
@@ -549,7 +587,7 @@ def test_c49_a_trial_that_nobody_could_serve_lets_another_through() -> None:
     assert send(core, arrived("s"), now=1.0) == HA
     core.handle(RequestFailed(S, FailureKind.STATUS, 500), now=1.0)
     assert core.handle(RequestFailed(S, FailureKind.STATUS, 500), now=1.0) == [RelayFailure(S)]
-    assert core.fleet.available(MODEL, 1.0, [B])[0].trial is None
+    assert core.fleet.available(MODEL, 1.0, [B])[0].breaker.trial is None
 
 
 def test_c49_requests_that_failed_together_are_one_reason_to_back_off() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moongate.router.fleet import SUSPENSION_S_MAX, Fleet, InstanceState
+from moongate.router.fleet import Fleet, InstanceState
 from moongate.router.model import (
     TEXT_SPACE,
     BlockSpace,
@@ -115,56 +115,6 @@ def test_a_refused_connection_is_proof_enough() -> None:
     assert not instance.is_healthy
 
 
-# --- suspension -----------------------------------------------------------------------------------
-
-
-def test_c49_the_back_off_doubles_up_to_its_limit() -> None:
-    instance = make_instance()
-    spans: list[float] = []
-    for _ in range(7):
-        instance.suspend(now=100.0)
-        assert instance.suspended_until is not None
-        spans.append(instance.suspended_until - 100.0)
-    assert spans == [1.0, 2.0, 4.0, 8.0, 16.0, SUSPENSION_S_MAX, SUSPENSION_S_MAX]
-
-
-def test_c49_past_the_back_off_one_trial_may_pass() -> None:
-    instance = make_instance()
-    instance.suspend(now=100.0)
-    assert instance.is_suspended(100.9)
-    assert not instance.is_suspended(101.0)
-    instance.begin_trial(R)
-    assert instance.is_suspended(101.0)
-    instance.end_trial(S)
-    assert instance.is_suspended(101.0)
-    instance.end_trial(R)
-    assert not instance.is_suspended(101.0)
-
-
-def test_a_second_request_is_no_trial() -> None:
-    instance = make_instance()
-    instance.suspend(now=100.0)
-    instance.begin_trial(R)
-    instance.begin_trial(S)
-    assert instance.trial == R
-
-
-def test_an_instance_that_is_not_suspended_needs_no_trial() -> None:
-    instance = make_instance()
-    instance.begin_trial(R)
-    assert instance.trial is None
-
-
-def test_a_success_ends_the_suspension_and_its_growth() -> None:
-    instance = make_instance()
-    instance.suspend(now=100.0)
-    instance.suspend(now=101.0)
-    instance.resume()
-    assert not instance.is_suspended(101.0)
-    instance.suspend(now=102.0)
-    assert instance.suspended_until == 103.0
-
-
 # --- the fleet ------------------------------------------------------------------------------------
 
 
@@ -188,9 +138,9 @@ def test_instances_without_the_model_are_not_available() -> None:
     assert fleet.serving(MODEL) == []
 
 
-def test_a_suspended_instance_is_passed_over_while_there_is_another() -> None:
+def test_an_instance_whose_breaker_is_open_is_passed_over_while_there_is_another() -> None:
     fleet = make_fleet(A, B)
-    get(fleet, A).suspend(now=0.0)
+    get(fleet, A).breaker.failed(R, now=0.0)
     assert available(fleet, now=0.5) == [B]
     assert available(fleet, now=0.5, excluded=(B,)) == [A]
     assert available(fleet, now=1.0) == [A, B]

@@ -115,7 +115,7 @@ def _lose_an_instance_silently(core: RouterCore) -> None:
 def _suspend_an_instance_silently(core: RouterCore) -> None:
     add(core, B)
     core.explain(request("x"), now=0.0)
-    next(iter(core.fleet)).suspend(now=0.0)
+    next(iter(core.fleet)).breaker.failed(RequestId("r"), now=0.0)
 
 
 def _learn_a_block_size_silently(core: RouterCore) -> None:
@@ -124,7 +124,7 @@ def _learn_a_block_size_silently(core: RouterCore) -> None:
 
 
 def _leave_a_trial_behind(core: RouterCore) -> None:
-    next(iter(core.fleet)).trial = RequestId("long gone")
+    next(iter(core.fleet)).breaker.trial = RequestId("long gone")
 
 
 @pytest.mark.parametrize(

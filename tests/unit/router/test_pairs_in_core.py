@@ -100,7 +100,7 @@ def answered(name: str = "r") -> RequestFinished:
 
 
 def suspended(core: RouterCore) -> list[str]:
-    return [i.spec.id for i in core.fleet if i.suspended_until is not None]
+    return [i.spec.id for i in core.fleet if not i.breaker.is_closed]
 
 
 # --- on the way -----------------------------------------------------------------------------------
@@ -482,9 +482,9 @@ def test_a_trial_whose_leg_was_never_sent_lets_another_through() -> None:
     again = sent(core, PrefillFailed(R, FailureKind.STATUS), now=1.0)
     instance = core.fleet.find(D)
     assert instance is not None
-    assert instance.trial == (R if again.holder == HD else None)
+    assert instance.breaker.trial == (R if again.holder == HD else None)
     hear(core, PrefillEnded(R), answered(), now=1.0)
-    assert instance.trial is None
+    assert instance.breaker.trial is None
 
 
 def test_a_trial_that_finds_no_room_lets_another_through() -> None:
@@ -495,7 +495,7 @@ def test_a_trial_that_finds_no_room_lets_another_through() -> None:
     assert sent(core, failed(FailureKind.FULL), now=1.0).holder == HE
     instance = core.fleet.find(D)
     assert instance is not None
-    assert instance.trial is None
+    assert instance.breaker.trial is None
 
 
 def test_an_instance_that_comes_back_prefills_again() -> None:

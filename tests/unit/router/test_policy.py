@@ -337,7 +337,7 @@ def test_options_set_the_weights() -> None:
         (
             "kv_cost",
             {"zzz": 1},
-            "policy kv_cost has no option 'zzz'; known: active_request_ms, approximate_weight, d",
+            "policy kv_cost has no option 'zzz'; known: active_request_ms, again_weight, approximate_weight",
         ),
         (
             "kv_cost",

@@ -251,7 +251,7 @@ def test_the_load_of_a_seeding_ends_with_it_whatever_came_of_it() -> None:
         (seed,) = fleet.begin(fleet.ask(), fleet.ask())
         fleet.end(seed, is_done=is_done)
         assert fleet.load(HB) == (0, 0)
-        assert all(instance.suspended_until is None for instance in fleet.core.fleet)
+        assert all(instance.breaker.is_closed for instance in fleet.core.fleet)
 
 
 def test_the_same_is_not_seeded_on_the_same_instance_again_within_a_minute() -> None:

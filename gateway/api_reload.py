@@ -1,0 +1,54 @@
+"""`/admin/reload`: read the configuration file again, and whether it is in force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.reload import Outcome, Reloader, Result
+from moongate.gateway.worker_views import WorkerViews
+
+CODES = {
+    Result.FAILED: (400, "invalid_configuration"),
+    Result.NEEDS_RESTART: (409, "needs_restart"),
+}
+
+
+def make_reload_routes(reloader: Reloader | None, views: WorkerViews | None = None) -> APIRouter:
+    """Return the routes. `reloader` None: the gateway was not started from a file. `views`: of all workers."""
+    router = APIRouter(prefix="/admin/reload")
+
+    def get_reloader() -> Reloader:
+        """Raises: GatewayError (409)."""
+        if reloader is None:
+            raise GatewayError(409, "this gateway was not started from a file", "no_configuration")
+        return reloader
+
+    @router.post("")
+    async def reload() -> JSONResponse:
+        """Let the file hold as it is now, or tell what keeps it from that; then nothing has changed."""
+        taken_from = get_reloader()
+        outcome = await taken_from.reload()
+        if outcome.result is not Result.OK:
+            return _refusal(outcome)
+        if views is not None:
+            await views.gather("reload", taken_from.digest.encode())
+        return JSONResponse({"changed": list(outcome.changed), "config_hash": taken_from.digest})
+
+    @router.get("")
+    async def state() -> dict[str, Any]:
+        """Which file is in force, and what is wrong with the one that is there, if it is another."""
+        asked = get_reloader()
+        return {"config_hash": asked.digest, "problems": list(asked.problems)}
+
+    return router
+
+
+def _refusal(outcome: Outcome) -> JSONResponse:
+    status, code = CODES[outcome.result]
+    error = orjson.loads(GatewayError(status, "\n".join(outcome.problems), code).body())
+    return JSONResponse({**error, "problems": list(outcome.problems)}, status)
