@@ -159,7 +159,9 @@ def run(settings: Settings, count: int, arguments: Sequence[str]) -> int:
     # Held for as long as workers come and go, and never listened on: so it gets no connections.
     with listen(host, settings.listen.port, is_shared=True) as reserved:
         port = reserved.getsockname()[1]
-        logger.info("moongate listens on http://%s:%d with %d workers", host, port, count)
+        scheme = "https" if settings.listen.tls is not None else "http"
+        told = "moongate listens on %s://%s:%d with %d workers"
+        logger.info(told, scheme, host, port, count)
         with tempfile.TemporaryDirectory(prefix="moongate-") as directory:
             workers = Workers(
                 [*arguments, "--host", host, "--port", str(port)],
