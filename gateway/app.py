@@ -279,7 +279,7 @@ class Gateway:
         reloader = Reloader(
             self._loaded,
             self._live,
-            (self._prepare_core, roster.prepare, self._prepare_access),
+            (self._prepare_core, self._prepare_access, roster.prepare),
             renew,
         )
         self._opened.push_async_callback(reloader.close)
@@ -313,14 +313,16 @@ class Gateway:
             logger.warning("SIGHUP: there is no configuration file to be read again")
 
     async def _until_ready(self) -> None:
-        """Wait until each instance has been looked at once, and there is one to send to.
+        """Wait until each instance has been looked at once, and there is one to send to, if any is up.
 
         A worker that listened before would refuse what its siblings could serve.
         """
         while True:
             await asyncio.sleep(0.05)
             are_known = all(instance.was_probed for instance in self.core.fleet)
-            if are_known and not unready_reasons(self.driver, self.readiness):
+            is_any_up = any(instance.is_healthy for instance in self.core.fleet)
+            is_ready = not unready_reasons(self.driver, self.readiness)
+            if self.readiness.is_draining or (are_known and (is_ready or not is_any_up)):
                 return
 
     async def _connect(self) -> None:

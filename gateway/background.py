@@ -128,6 +128,7 @@ class Background:
 
     def _cancel(self, name: Name, stored: StoredResponse) -> bytes:
         run, task = self._running.pop(name)
+        run.collected.disconnected = True  # its client wants no more, and pays for what there is
         task.cancel()
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
         if run.is_stream:
@@ -147,6 +148,7 @@ class Background:
         """End a response of which nothing is to be kept."""
         run, task = self._running.pop(name, (None, None))
         if run is not None and task is not None:
+            run.collected.disconnected = True
             task.cancel()
             run.collected.break_off()
 

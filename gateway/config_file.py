@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moongate.gateway.settings import (
-    ListenSettings,
     Path_,
     Settings,
     SettingsError,
@@ -74,8 +73,7 @@ class ConfigFile:
     def settings(self, content: Content) -> Settings:
         """Return the settings, variables and what they name as they are now. Raises: SettingsError."""
         settings = parse_settings(content.text, content.file)
-        listen = ListenSettings(
-            host=settings.listen.host if self._host is None else self._host,
-            port=settings.listen.port if self._port is None else self._port,
-        )
+        given = {"host": self._host, "port": self._port}
+        said = {name: value for name, value in given.items() if value is not None}
+        listen = settings.listen.model_copy(update=said)
         return settings.model_copy(update={"listen": listen})

@@ -73,13 +73,17 @@ def request_headers(
     return headers
 
 
+NO_SECRETS = frozenset({b"content-type", b"content-length", b"accept"})
+"""Engines need them, and a short key may look like a part of them."""
+
+
 def _without_secrets(
     headers: list[tuple[bytes, bytes]], is_secret: Callable[[bytes], bool]
 ) -> list[tuple[bytes, bytes]]:
     # Looked for in all at once, since hardly any has one.
     if not is_secret(b"\n".join([value for _, value in headers])):
         return headers
-    return [header for header in headers if not is_secret(header[1])]
+    return [header for header in headers if header[0] in NO_SECRETS or not is_secret(header[1])]
 
 
 def response_headers(raw: RawHeaders, ours: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

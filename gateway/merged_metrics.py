@@ -28,7 +28,12 @@ WATCHED_COUNTERS = frozenset(
 """Counts of what happened elsewhere, which every worker sees."""
 
 SUMMED_GAUGES = frozenset(
-    {"moongate_inflight_requests", "moongate_queue_requests", "moongate_prompt_memory_bytes"}
+    {
+        "moongate_inflight_requests",
+        "moongate_queue_requests",
+        "moongate_reading_requests",
+        "moongate_prompt_memory_bytes",
+    }
 )
 LEAST_GAUGES = frozenset(
     {"moongate_instance_up", "moongate_index_trust", "moongate_pool_up", "moongate_redis_up"}

@@ -220,7 +220,7 @@ class LimitsSettings(_Section):
     # Requests that one instance may have from this gateway at a time; null: as many as come.
     connections_per_instance_max: Annotated[int, Field(ge=1)] | None = None
     # How deeply a body may be nested; parsers end at about 1,000 by themselves.
-    json_depth_max: Annotated[int, Field(ge=8, le=1000)] = 128
+    json_depth_max: Annotated[int, Field(ge=8, le=1000)] = 512
     messages_max: Annotated[int, Field(ge=1)] = (
         100_000  # or input items, or prompts, of one request
     )

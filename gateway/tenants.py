@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from moongate.gateway.auth_settings import AuthSettings
+from moongate.gateway.auth_settings import AuthSettings, KeyUnreadable
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.rates import UNLIMITED, RateLimits
 
@@ -77,8 +77,11 @@ class Tenants:
         secret = environment.get(settings.salt_env, "") if settings.salt_env else ""
         first_keys: dict[str, str] = {}
         tenants: dict[str, Tenant] = {}
+        admin_key = environment.get(settings.admin_key_env, "") if settings.admin_key_env else ""
         for one in settings.keys:
             key = one.read(environment)
+            if key in tenants or key == admin_key:
+                raise KeyUnreadable(f"{one.source} is the same key as another")
             salt_secret = secret or first_keys.setdefault(one.tenant, key)
             limits = RateLimits(one.requests_per_minute, one.tokens_per_minute)
             tenants[key] = Tenant(
@@ -88,7 +91,6 @@ class Tenants:
                 limits,
                 f"{one.tenant}:{one.requests_per_minute}:{one.tokens_per_minute}",
             )
-        admin_key = environment.get(settings.admin_key_env, "") if settings.admin_key_env else ""
         return cls(tenants, [admin_key] if admin_key else [])
 
     def __len__(self) -> int:

@@ -41,6 +41,9 @@ PEER = "supervisor"
 REPLY_TO = f"moongate:0:answer-{PEER}"
 LAST_SEQUENCE = 1 << 40
 
+HUB_BYTES = 64 << 20
+"""What the hub may hold beside stored responses: instances, rates."""
+
 
 class Workers:
     """`arguments`: of the command that runs one worker, but for the hub's socket."""
@@ -61,6 +64,10 @@ class Workers:
 
     async def run(self) -> int:
         """Run until a signal asks to stop, or no worker can start. Return the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
         try:
             await self._hub.start()
         except OSError as error:  # such as a path that is too long for a socket
@@ -68,10 +75,6 @@ class Workers:
         self._hub.listen(f"moongate:0:{worker_views.ASK}", self._asked)
         self._hub.listen(REPLY_TO, self._answered)
         asking = asyncio.create_task(self._keep_asking())
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
         try:
             await asyncio.gather(*(self._keep(number) for number in range(self._count)))
         finally:
@@ -100,10 +103,13 @@ class Workers:
                 process_group=0,  # a terminal's Ctrl-C comes from here, once
             )
             self._processes[number] = process
+            if self._stopping.is_set():  # the signal came while it was made
+                process.terminate()
             code = await process.wait()
             del self._processes[number]
             if self._stopping.is_set():
-                self._exit_code = self._exit_code or abs(code)
+                # One that had not come so far as to heed the signal has ended by it: that is no failure.
+                self._exit_code = self._exit_code or (0 if code == -signal.SIGTERM else abs(code))
                 return
             if not self._known:
                 self._exit_code = 1  # none could start, and each has said why
@@ -159,12 +165,14 @@ def run(settings: Settings, count: int, arguments: Sequence[str]) -> int:
     # Held for as long as workers come and go, and never listened on: so it gets no connections.
     with listen(host, settings.listen.port, is_shared=True) as reserved:
         port = reserved.getsockname()[1]
-        logger.info("moongate listens on http://%s:%d with %d workers", host, port, count)
+        scheme = "https" if settings.listen.tls is not None else "http"
+        told = "moongate listens on %s://%s:%d with %d workers"
+        logger.info(told, scheme, host, port, count)
         with tempfile.TemporaryDirectory(prefix="moongate-") as directory:
             workers = Workers(
                 [*arguments, "--host", host, "--port", str(port)],
                 count,
                 Path(directory) / "hub",
-                settings.responses.bytes_max,
+                settings.responses.bytes_max + HUB_BYTES,
             )
             return asyncio.run(workers.run())

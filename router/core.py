@@ -360,6 +360,8 @@ class RouterCore:
         commands: list[Command] = [*admission.expire(now)]
         while True:
             full = admission.full_instances()
+            if len(full) == len(self.fleet):
+                return commands  # nobody could start: the queue need not be asked
             waiting = admission.take(admission.starter(full, now), now)
             if waiting is None:
                 return commands

@@ -208,9 +208,16 @@ async def _hurt(
         report.faults[fault.__name__] += 1
         if number < plan.faults:
             await until(lambda: _all_well(gateway, engines), HEALED_S)
-            # A request that was sent again for this fault must not meet the next.
             due_at = max(due_at + plan.fault_every_s, loop.time() + plan.gap_s)
             await asyncio.sleep(due_at - loop.time())
+            # A request that was sent again for this fault must not meet the next: it is sent again once.
+            await until(lambda: not _is_repeating(gateway), HEALED_S)
+
+
+def _is_repeating(gateway: LiveGateway) -> bool:
+    """Tell whether a request that failed somewhere waits for its first byte elsewhere."""
+    tracked = gateway.core._requests.tracked.values()
+    return any(one.failed and not one.has_first_byte for one in tracked)
 
 
 def _all_well(gateway: LiveGateway, engines: list[StormEngine]) -> bool:

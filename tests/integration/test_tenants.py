@@ -160,6 +160,21 @@ async def test_with_a_key_everything_goes_its_way() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
 
 
+async def test_a_key_file_that_comes_to_hold_anothers_key_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "b.key"
+    file.write_text("gw-b")
+    keys = auth(A, {"key_file": str(file), "tenant": "b"}, admin_key_env="ADMIN")
+    async with FakeEngine() as engine, live_gateway([engine.url], auth=keys) as gateway:
+        access = gateway.server.gateway.access
+        for taken in ("gw-1", "gw-admin"):
+            file.write_text(taken)
+            assert not access.refresh()
+            tenants = access.tenants
+            assert tenants.find({"authorization": "Bearer gw-1"}).name == "a"
+            assert tenants.find({"authorization": "Bearer gw-b"}).name == "b"
+        assert (await gateway.chat(headers={"x-api-key": "gw-admin"})).status_code == 401
+
+
 async def test_a_key_file_is_read_again_under_way(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("gw-old\n")

@@ -18,7 +18,7 @@ from certificates import HOST, Files, behind_tls, make_files
 from fake_engine import FakeEngine, Received, stream_event
 from live_gateway import LiveGateway, live_gateway, until
 from pd_fleet import pd_fleet
-from processes import MOONGATE
+from processes import MOONGATE, Child, free_port
 
 from moongate import cli
 from moongate.gateway.app import Gateway
@@ -321,3 +321,36 @@ async def test_a_load_test_trusts_what_it_is_told_to(files: Files, tmp_path: Pat
             assert (code, "certificate verify failed" in told) == (1, True), told
             code, told = await run(*url, "--ca", "/no/such")
             assert (code, "--ca /no/such: No such file" in told) == (1, True), told
+
+
+# --- by the command -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [[], ["--workers", "2"]])
+async def test_what_serves_speaks_tls_as_the_file_says(
+    files: Files, tmp_path: Path, more: list[str]
+) -> None:
+    port, config = free_port(), tmp_path / "gateway.yaml"
+    tls = {"cert": files.cert, "key": files.key, "client_ca": files.ca}
+    config.write_text(json.dumps({"instances": [], "listen": {"tls": tls}}))
+    argv = [*MOONGATE, "serve", "-c", str(config), "--port", str(port), *more]
+    child = Child.start(argv, f"https://{HOST}:{port}", tmp_path / "gateway.log")
+    try:
+
+        async def answers() -> bool:
+            context = files.trusting(shows_own=True)
+            async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+                with contextlib.suppress(httpx.HTTPError):
+                    return (await client.get(f"{child.url}/health")).status_code == 200
+            return False
+
+        await until(answers, 20.0)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get(f"http://{HOST}:{port}/health")
+        async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get(f"{child.url}/health")
+        assert "listens on https://" in child.log.read_text()
+    finally:
+        assert await asyncio.to_thread(child.stop) == 0, child.tail()

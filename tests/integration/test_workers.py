@@ -140,6 +140,32 @@ async def test_a_reload_that_is_asked_of_one_worker_holds_at_all(tmp_path: Path)
                 assert answer.headers["x-moongate-policy"] == "round_robin"
 
 
+async def test_workers_start_without_engines_and_share_where_no_responses_are_kept(
+    tmp_path: Path,
+) -> None:
+    began = asyncio.get_running_loop().time()
+    port, config = free_port(), tmp_path / "gateway.yaml"
+    config.write_text(yaml.safe_dump({"instances": [], "responses": {"bytes_max": 0}}))
+    argv = [*MOONGATE, "serve", "-c", str(config), "--port", str(port), "--workers", "2"]
+    child = Child.start(argv, f"http://127.0.0.1:{port}", tmp_path / "gateway.log")
+    gateway = Served(child)
+    try:
+        await asyncio.to_thread(child.wait_until, "/health", START_S)
+        assert asyncio.get_running_loop().time() - began < 9.0, "WORKER_READY_S would be 10 s more"
+        async with FakeEngine(Held()) as engine:
+            record = {"id": "x", "url": engine.url, "lease_s": 30}
+            async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as client:
+                assert (await client.put("/admin/instances/x", json=record)).status_code == 201
+
+            async def is_seen() -> bool:
+                told = [(await gateway.get("/admin/instances")).json() for _ in range(8)]
+                return all([i["id"] for i in one["instances"]] == ["x"] for one in told)
+
+            await until(is_seen, 5.0)
+    finally:
+        assert await asyncio.to_thread(child.stop) == 0, child.tail()
+
+
 async def test_any_worker_answers_for_all(tmp_path: Path) -> None:
     held = Held()
     async with FakeEngine(held) as a, FakeEngine(held) as b:

@@ -56,3 +56,11 @@ def test_so_many_stop_strings_and_no_more(name: str) -> None:
 
 def test_of_other_kinds_the_engine_says_what_is_wrong() -> None:
     check_limits({"messages": "x", "stop": 3, "input": {}, "prompt": []}, 1000, LIMITS)
+
+
+def test_what_engines_take_is_within_the_defaults() -> None:
+    """vLLM answers a body with a field that is nested 200 levels deep (tests/e2e/test_differential.py)."""
+    nested: list[object] = []
+    for _ in range(200):
+        nested = [nested]
+    check_limits({"x": nested}, 500_000, LimitsSettings())
