@@ -36,7 +36,7 @@ def make_reload_routes(reloader: Reloader | None, views: WorkerViews | None = No
         if outcome.result is not Result.OK:
             return _refusal(outcome)
         if views is not None:
-            await views.gather("reload", taken_from.digest.encode())
+            await _let_others_follow(views, taken_from.digest.encode())
         return JSONResponse({"changed": list(outcome.changed), "config_hash": taken_from.digest})
 
     @router.get("")
@@ -46,6 +46,18 @@ def make_reload_routes(reloader: Reloader | None, views: WorkerViews | None = No
         return {"config_hash": asked.digest, "problems": list(asked.problems)}
 
     return router
+
+
+async def _let_others_follow(views: WorkerViews, digest: bytes) -> None:
+    """Let all workers have the same file in force. Raises: GatewayError (503) if some don't say so."""
+    told = await views.gather("reload", digest)
+    behind = [peer for peer, said in told.items() if said and said != digest]
+    if behind:
+        raise GatewayError(
+            503,
+            f"{len(behind)} of {len(told)} workers can't take the file; their log says why",
+            "workers_differ",
+        )
 
 
 def _refusal(outcome: Outcome) -> JSONResponse:

@@ -60,6 +60,10 @@ class Announced(InstanceSettings):
         for name in ("api_key_env", "tls"):
             if isinstance(given, dict) and given.get(name) is not None:
                 raise ValueError(f"{name}: only the gateway's own configuration may have one")
+        for name in ("kv_events", "kv_replay"):
+            address = given.get(name) if isinstance(given, dict) else None
+            if isinstance(address, str) and not address.startswith("tcp://"):
+                raise ValueError(f"{name}: expected tcp://host:port, not a socket of this machine")
         return given
 
     @property
@@ -355,6 +359,12 @@ class Roster:
             self._add(link, None, origin)
             if old is not None and old.is_drained:
                 self.drain(link.id)
+        if origin is Origin.FILE:
+            # Else a worker that starts later would go by what was said of one of this name before.
+            for instance in changed:
+                self.on_change(InstanceId(instance.id))
+            for link in links:
+                self.on_change(link.id)
         takeover = _Takeover([link.id for link in links], self._clock() + TAKEOVER_S)
         for instance_id in gone:
             entry = self._entries.get(instance_id)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
 from redis_process import RedisProcess, needs_redis
@@ -187,3 +188,29 @@ async def test_the_latest_change_holds_whoever_made_it_and_what_is_not_ours_is_p
         await until(are(other, e="up"))
         await asyncio.sleep(2.5)  # past a refresh
         assert await states(one) == await states(other) == {"e": "up"}
+
+
+async def test_what_the_file_names_anew_is_there_for_who_starts_later(
+    server: RedisProcess, tmp_path: Path
+) -> None:
+    """It was removed by an operator; the file that names it again says something newer."""
+    settings: dict[str, Any] = {
+        "state": {"kind": "redis", "url": server.url},
+        "discovery": {"kind": "redis"},
+    }
+    file = tmp_path / "gateway.yaml"
+    async with FakeEngine(answer) as a, FakeEngine(answer) as b:
+        async with live_gateway([a.url, b.url], file=file, **settings) as one:
+            assert (await one.client.delete("/admin/instances/b")).status_code == 202
+            await until(are(one, a="up"))
+            content = yaml.safe_load(file.read_text())
+            content["instances"][1]["weight"] = 2.0
+            file.write_text(yaml.safe_dump(content))
+            assert (await one.client.post("/admin/reload")).status_code == 200
+            await until(are(one, a="up", b="up"))
+            await asyncio.sleep(0.3)  # what one says is written
+            instances = content["instances"]
+            async with live_gateway([], instances=instances, **settings) as other:
+                await until(lambda: len(other.core.peers) == 1)
+                await asyncio.sleep(1.0)
+                assert await states(other) == {"a": "up", "b": "up"}
