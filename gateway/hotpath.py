@@ -879,8 +879,10 @@ class _Exchange:
                 cached_tokens if forward.prefill is None else None,
             )
         output_tokens = usage.completion_tokens()
-        if self._meter is not None:
+        if self._meter is not None and self._route.is_cached:
             self._meter.ended(status, usage.prompt_tokens(), output_tokens)
+        elif self._meter is not None:
+            self._meter.give_back()  # counted, but not computed
         is_traced = self._account.trace is not None and not self._has_exact_prompt()
         self._account.answered(
             prompt_tokens=usage.prompt_tokens() if is_traced else None,

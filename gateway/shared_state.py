@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 from moongate.gateway.occasional_log import OccasionalLog
 
@@ -157,6 +157,9 @@ class SharedState:
             answers = await self._send(commands, limit_s)
             self._failures = 0
             return answers
+        except ReadOnlyError as error:
+            await self._note_demoted(error)
+            raise StateUnavailable from error
         except ResponseError as error:
             self._occasional_log.warn(f"{self._what} refuses a call: {error}")
             raise StateRefused from error
@@ -178,7 +181,10 @@ class SharedState:
 
     async def _probe(self) -> None:
         try:
-            await self._send(lambda pipeline: pipeline.ping(), PROBE_TIMEOUT_S)
+            await self._send(self._probe_commands, PROBE_TIMEOUT_S)
+        except ReadOnlyError as error:
+            await self._note_demoted(error)
+            return
         except (TimeoutError, RedisError, OSError) as error:
             self._note_down(error)
             return
@@ -186,6 +192,17 @@ class SharedState:
             logger.info("%s answers", self._what)
             self.up_since = self._clock()
         self.is_up, self._failures = True, 0
+
+    def _probe_commands(self, pipeline: Pipeline) -> None:
+        """Ask whether it is there and, of Redis, whether it takes writes: one that was demoted only answers."""
+        pipeline.ping()
+        if not self.is_hub:
+            pipeline.expire(f"{self._prefix}:probe", 1)
+
+    async def _note_demoted(self, error: BaseException) -> None:
+        """Another one has taken its place, perhaps behind the same name: so connect anew."""
+        self._note_down(error)
+        await self._redis.connection_pool.disconnect()
 
     def _note_down(self, error: BaseException) -> None:
         self.is_up = False

@@ -677,3 +677,22 @@ async def test_a_response_in_the_background_is_one_request() -> None:
         second = await gateway.chat(headers=AS_A)
         assert second.headers["x-ratelimit-remaining-requests"] == "0"
         assert len(engine.received) == 2
+
+
+async def test_tokens_that_are_only_counted_are_not_spent() -> None:
+    async def count(request: Received) -> None:
+        await request.answer(200, b'{"input_tokens":3000}')
+
+    keys = auth({**A, "tokens_per_minute": 5000, "requests_per_minute": 10})
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi " * 400}], "max_tokens": 1}
+    async with FakeEngine(count) as engine, live_gateway([engine.url], auth=keys) as gateway:
+        path = "/v1/messages/count_tokens"
+        left = [
+            int(
+                (await gateway.client.post(path, json=body, headers=AS_A)).headers[
+                    "x-ratelimit-remaining-tokens"
+                ]
+            )
+            for _ in range(4)
+        ]
+        assert min(left) > 4000, "a guess at a time, which comes back"
