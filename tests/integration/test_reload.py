@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
 
 from moongate.gateway.app import Gateway
+from moongate.gateway.config_file import ConfigFile, Content
 from moongate.gateway.reloadable import EFFECTS, Effect
 from moongate.router import InstanceId
 from moongate.router.admission import AdmissionLimits
@@ -447,15 +449,19 @@ async def test_a_config_map_whose_link_changes_is_noticed(
 
 
 async def test_a_file_that_is_just_being_written_is_not_taken(
-    engines: list[SimEngine], file: Path
+    engines: list[SimEngine], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with live_gateway([e.url for e in engines], file=file) as gateway:
-        good = file.read_text()
-        for _ in range(40):  # what would be taken would leave all out, and not be YAML
-            for part in ("instances: []\n", "instances: ["):
-                file.write_text(part)
-                await asyncio.sleep(0.03)
-        file.write_text(good)
+        looks = itertools.count()
+
+        def read(_: ConfigFile) -> Content:
+            """Each look finds it longer; what is there would leave all instances out."""
+            return Content(str(file), "instances: []\n", f"{next(looks):016x}")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ConfigFile, "read", read)
+            for _ in range(4):
+                await asyncio.sleep(INTERVAL_S)
         await asyncio.sleep(1.5 * INTERVAL_S)
         assert set(await states(gateway)) == {"a", "b", "c"}
         assert await gateway.metric("moongate_config_reloads_total", result="ok") == 0
