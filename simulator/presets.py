@@ -130,9 +130,19 @@ def tight(given: Given) -> list[Trial]:
 
 
 def _pressed(given: Given, share: float) -> list[Trial]:
+    base = _on_top_of_a_pool(given, share)
+    pooled = [base, *(_with_policy(base, p) for p in ("least_loaded", "session_hash", "kv_cost"))]
+    alone = [
+        replace(_with_policy(base, p), name=f"none/{p}", has_pool=False)
+        for p in ("round_robin", "session_hash", "prefix_affinity", "kv_cost")
+    ]
+    return [*pooled, *alone]
+
+
+def _on_top_of_a_pool(given: Given, share: float) -> Trial:
     workload = given.agents(GAP_S_MAX, H200_LLAMA70.prompt_tokens_max)
     profile = with_memory(H200_LLAMA70, workload, INSTANCES, SESSIONS, share)
-    base = Trial(
+    return Trial(
         "pool/round_robin",
         profile,
         INSTANCES,
@@ -145,12 +155,6 @@ def _pressed(given: Given, share: float) -> list[Trial]:
         users=SESSIONS,
         ramp_s=300.0,
     )
-    pooled = [base, *(_with_policy(base, p) for p in ("least_loaded", "session_hash", "kv_cost"))]
-    alone = [
-        replace(_with_policy(base, p), name=f"none/{p}", has_pool=False)
-        for p in ("round_robin", "session_hash", "prefix_affinity", "kv_cost")
-    ]
-    return [*pooled, *alone]
 
 
 def with_memory(
@@ -223,26 +227,8 @@ LEFT_OUT: Mapping[str, Mapping[str, float]] = {
 
 def ablation(given: Given) -> list[Trial]:
     """`kv_cost` whole, and without each of its terms that can be left out."""
-    agents = given.agents(GAP_S_MAX, H200_LLAMA70.prompt_tokens_max)
-    pressed = with_memory(H200_LLAMA70, agents, INSTANCES, SESSIONS, 1.5)
-    alone = Trial(
-        "none/kv_cost",
-        H200_LLAMA70,
-        8,
-        agents,
-        "kv_cost",
-        given.seed,
-        "48 sessions",
-        horizon_s=given.horizon_s,
-        warm_s=given.horizon_s / 3,
-        users=48,
-        has_pool=False,
-        ramp_s=300.0,
-    )
-    pooled = replace(
-        alone, name="pool/kv_cost", profile=pressed, groups=INSTANCES, users=SESSIONS,
-        load=f"{SESSIONS} sessions", has_pool=True,
-    )  # fmt: skip
+    alone = _eight_alone(given)
+    pooled = _with_policy(_on_top_of_a_pool(given, 1.5), "kv_cost")
     fan_out = replace(alone, workload=generators.fan_out(given.seed), users=96, load="96 sessions")
     pairs = _with_policy(
         _report(
@@ -310,12 +296,24 @@ FAULTS = (
 
 def faults(given: Given) -> list[Trial]:
     """Wrong knowledge and failing engines: eight instances without a pool, and two gateways."""
-    workload = given.agents(GAP_S_MAX, H200_LLAMA70.prompt_tokens_max)
-    base = Trial(
+    base = _eight_alone(given)
+    trials = []
+    half_way_s = given.horizon_s / 2
+    for told in FAULTS:
+        fault = replace(told, at_s=half_way_s) if told is not None else None
+        trials.append(replace(base, fault=fault))
+        if fault is None or fault.slow or fault.crashed:
+            trials.append(replace(_with_policy(base, "round_robin"), fault=fault))
+    return [*trials, replace(base, gateways=2, load="48 sessions, 2 gateways")]
+
+
+def _eight_alone(given: Given) -> Trial:
+    """Return agents under `kv_cost` on eight instances without a pool."""
+    return Trial(
         "none/kv_cost",
         H200_LLAMA70,
         8,
-        workload,
+        given.agents(GAP_S_MAX, H200_LLAMA70.prompt_tokens_max),
         "kv_cost",
         given.seed,
         "48 sessions",
@@ -325,14 +323,6 @@ def faults(given: Given) -> list[Trial]:
         has_pool=False,
         ramp_s=300.0,
     )
-    trials = []
-    half_way_s = given.horizon_s / 2
-    for told in FAULTS:
-        fault = replace(told, at_s=half_way_s) if told is not None else None
-        trials.append(replace(base, fault=fault))
-        if fault is None or fault.slow or fault.crashed:
-            trials.append(replace(_with_policy(base, "round_robin"), fault=fault))
-    return [*trials, replace(base, gateways=2, load="48 sessions, 2 gateways")]
 
 
 def _with_policy(trial: Trial, policy: str) -> Trial:
