@@ -49,7 +49,8 @@ def make_reload_routes(reloader: Reloader | None, views: WorkerViews | None = No
 
 
 async def _let_others_follow(views: WorkerViews, digest: bytes) -> None:
-    """Let all workers have the same file in force. Raises: GatewayError (503) if some don't say so."""
+    """Let all workers have the same file in force. Raises: GatewayError (503) if one says that it has
+    another; who does not answer in time is not waited for."""
     told = await views.gather("reload", digest)
     behind = [peer for peer, said in told.items() if said and said != digest]
     if behind:

@@ -83,7 +83,7 @@ POOL_TIMEOUT_S = 2.0
 """For a call to the pool's master that no turn waits for; those have their own, shorter budget."""
 
 WORKER_READY_S = 10.0
-"""For a worker to find its instances before it listens, also if there are none."""
+"""For a worker to find its instances before it listens."""
 
 HUB_TIMEOUT_S = 0.05
 """For a call to the workers' hub on a request's way."""

@@ -127,9 +127,7 @@ class Background:
         raise GatewayError(400, message, "invalid_request", "response_id")
 
     def _cancel(self, name: Name, stored: StoredResponse) -> bytes:
-        run, task = self._running.pop(name)
-        run.collected.disconnected = True  # its client wants no more, and pays for what there is
-        task.cancel()
+        run = self._break_off(name)
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
         if run.is_stream:
             run.collected.finish(failed_event(cancelled, len(run.collected.events)))
@@ -146,11 +144,15 @@ class Background:
 
     def _drop(self, name: Name) -> None:
         """End a response of which nothing is to be kept."""
-        run, task = self._running.pop(name, (None, None))
-        if run is not None and task is not None:
-            run.collected.disconnected = True
-            task.cancel()
-            run.collected.break_off()
+        if name in self._running:
+            self._break_off(name).collected.break_off()
+
+    def _break_off(self, name: Name) -> Run:
+        """End what computes a response: its client wants no more, and pays for what there is."""
+        run, task = self._running.pop(name)
+        run.collected.disconnected = True
+        task.cancel()
+        return run
 
     def forget(self, run: Run) -> None:
         """End a response of which nobody was told."""
