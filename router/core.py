@@ -168,13 +168,9 @@ class RouterCore:
             if seeding is not None
             else None
         )
-        admission = self.limits.admission
-        self.admission = (
-            Admission(admission, self.fleet, self.loads, self.candidates)
-            if admission.are_on
-            else None
-        )
+        self.admission: Admission | None = None
         """Where instances are bounded, and requests may have to wait. None: all start at once."""
+        self._set_admission_limits(self.limits.admission)
         self._wake_at: float | None = None
 
     @property

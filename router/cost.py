@@ -58,6 +58,11 @@ OBSERVED_BYTES_MIN = 1_000_000
 """Shorter fetches say more about fixed overheads than about the rate."""
 
 
+def span_tokens(begin: float, end: float, context_tokens: float) -> float:
+    """Return what computing a prompt's tokens from `begin` to `end` costs, in tokens of its beginning."""
+    return (end - begin) * (1 + (begin + end) / 2 / context_tokens)
+
+
 @dataclass(slots=True)
 class LearnedRate:
     """How much (tokens, bytes) is done in a ms, learned from how long it took."""
@@ -166,7 +171,5 @@ class Pricing(NamedTuple):
         )
 
     def _span_tokens(self, begin: float, end: float) -> float:
-        """Return what the tokens in between cost, in tokens of the prompt's beginning."""
-        if end <= begin:
-            return 0.0
-        return (end - begin) * (1 + (begin + end) / 2 / self.context_tokens)
+        """Return what the tokens in between cost, none if they aren't in this order; see `span_tokens`."""
+        return span_tokens(begin, end, self.context_tokens) if end > begin else 0.0

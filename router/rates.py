@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moongate.router.cost import OBSERVED_TOKENS_MIN, RATE_BOUND, LearnedRate
+from moongate.router.cost import OBSERVED_TOKENS_MIN, RATE_BOUND, LearnedRate, span_tokens
 
 FITTED_AFTER = 12
 """Observations from which on the cost of attention is told apart, and instances are compared."""
@@ -131,8 +131,3 @@ class PrefillRate:
             token_ms, context_ms = least_ms, max(self._v - least_ms * self._uv, 0.0) / self._vv
         self.token_ms = min(token_ms, RATE_BOUND / self.plain.prior)
         self.context_ms = context_ms
-
-
-def span_tokens(begin: float, end: float, context_tokens: float) -> float:
-    """Return what computing a prompt's tokens from `begin` to `end` costs, in tokens of its beginning."""
-    return (end - begin) * (1 + (begin + end) / 2 / context_tokens)

@@ -21,6 +21,7 @@ from typing import assert_never
 from moongate.router.candidates import CandidateTable
 from moongate.router.choosing import Choice, Place
 from moongate.router.commands import Command, Decision, Forward, Probe, RelayFailure
+from moongate.router.cost import span_tokens
 from moongate.router.events import (
     FailureKind,
     Outcome,
@@ -45,7 +46,6 @@ from moongate.router.model import (
 )
 from moongate.router.peers import Outbox
 from moongate.router.policy import Candidate
-from moongate.router.rates import span_tokens
 from moongate.router.settling import Settling
 
 CONFIRMATION_GRACE_S = 1.0

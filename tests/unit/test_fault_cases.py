@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from make_fault_cases import find_tests
 
 PROJECT = Path(__file__).parents[2]
-TESTS = PROJECT / "tests"
 PAGE = PROJECT / "docs" / "fault-cases.md"
 CASES = PROJECT.parent / "shared" / "cases" / "dev.md"
 
 ROW = re.compile(r"^\| (C\d+) \| (.+?) \| (.+) \|$", re.MULTILINE)
 FILE = re.compile(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)")
-TEST = re.compile(r"^(?:async )?def (test_c(\d+)_\w+)\(", re.MULTILINE)
 
 TO_COME: set[str] = set()
 """Cases whose tests come with admission, replicas and reloading. Empty it as they come."""
@@ -32,9 +31,7 @@ def listed() -> Iterator[tuple[str, str, str]]:
 def written() -> set[tuple[str, str, str]]:
     """Return what there is: the same, of tests that are named by a case."""
     return {
-        (f"C{case}", file.relative_to(TESTS).as_posix(), name)
-        for file in TESTS.rglob("test_*.py")
-        for name, case in TEST.findall(file.read_text(encoding="utf-8"))
+        (f"C{case:02}", file, name) for case, tests in find_tests().items() for file, name in tests
     }
 
 

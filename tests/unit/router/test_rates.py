@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from moongate.router.cost import LearnedRate
-from moongate.router.rates import FITTED_AFTER, PrefillRate, RelativeSpeed, span_tokens
+from moongate.router.cost import LearnedRate, span_tokens
+from moongate.router.rates import FITTED_AFTER, PrefillRate, RelativeSpeed
 
 TOKEN_MS, CONTEXT_MS = 0.1, 0.1 / 20_000
 
