@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator
 
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
@@ -53,18 +53,20 @@ class Announced(InstanceSettings):
     pool_master: str | None = None
     pool_prefix: str | None = None
 
-    @model_validator(mode="before")
+    @field_validator("api_key_env", "tls", mode="before")
     @classmethod
-    def _check_key(cls, given: Any) -> Any:
-        # Before the other checks, which would tell whether such a variable or file exists.
-        for name in ("api_key_env", "tls"):
-            if isinstance(given, dict) and given.get(name) is not None:
-                raise ValueError(f"{name}: only the gateway's own configuration may have one")
-        for name in ("kv_events", "kv_replay"):
-            address = given.get(name) if isinstance(given, dict) else None
-            if isinstance(address, str) and not address.startswith("tcp://"):
-                raise ValueError(f"{name}: expected tcp://host:port, not a socket of this machine")
+    def _check_secret(cls, given: Any) -> Any:
+        # Before the field's own checks, which would tell whether such a variable or file exists.
+        if given is not None:
+            raise ValueError("only the gateway's own configuration may have one")
         return given
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _check_socket(cls, address: str | None) -> str | None:
+        if address is not None and not address.startswith("tcp://"):
+            raise ValueError("expected tcp://host:port, not a socket of this machine")
+        return address
 
     @property
     def settings(self) -> InstanceSettings:
@@ -88,6 +90,13 @@ class Origin(Enum):
     ANNOUNCED = "announced"  # by its engine
     ADDED = "added"  # by an operator
     FOUND = "found"  # by the name that leads to it
+
+
+class By(Enum):
+    """Who changed something. What an operator says holds against what an engine says."""
+
+    OPERATOR = "operator"
+    ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +171,7 @@ class Roster:
         self._barred: dict[InstanceId, float] = {}  # removed by an operator; until when
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self.on_change: Callable[[InstanceId], None] = _ignore
+        self.on_change: Callable[[InstanceId, By], None] = _ignore
         self.are_leases_known: Callable[[], bool] = _always
         """Whether renewals at other gateways would be known here; if not, no lease ends."""
 
@@ -182,7 +191,7 @@ class Roster:
         try:
             return self._announce(record)
         finally:
-            self.on_change(InstanceId(record.id))
+            self.on_change(InstanceId(record.id), By.ENGINE)
 
     def _announce(self, record: Announced) -> Change:
         instance_id, now = InstanceId(record.id), self._clock()
@@ -201,13 +210,13 @@ class Roster:
         change = self._take_in(record, Origin.ADDED)
         self._barred.pop(InstanceId(record.id), None)
         self._undrain(record.id)
-        self.on_change(InstanceId(record.id))
+        self.on_change(InstanceId(record.id), By.OPERATOR)
         return change
 
     def drain(self, instance_id: str) -> None:
         """Give an instance no more work, also if it is announced again. Raises: GatewayError (404)."""
         self._drain(instance_id)
-        self.on_change(InstanceId(instance_id))
+        self.on_change(InstanceId(instance_id), By.OPERATOR)
 
     def _drain(self, instance_id: str) -> None:
         found = self._find(instance_id)
@@ -220,7 +229,7 @@ class Roster:
         Raises: GatewayError (404).
         """
         self._undrain(instance_id)
-        self.on_change(InstanceId(instance_id))
+        self.on_change(InstanceId(instance_id), By.OPERATOR)
 
     def _undrain(self, instance_id: str) -> None:
         was_barred = self._barred.pop(InstanceId(instance_id), None) is not None
@@ -245,7 +254,7 @@ class Roster:
             discovery = self._live.current.discovery
             self._barred[found] = self._clock() + discovery.absence_s
         self._begin_leaving(found)
-        self.on_change(found)
+        self.on_change(found, By.OPERATOR)
         self._look()
 
     def withdraw(self, instance_id: str) -> None:
@@ -254,7 +263,7 @@ class Roster:
         if not was_barred or InstanceId(instance_id) in self._entries:
             found = self._find(instance_id)
             self._begin_leaving(found)
-            self.on_change(found)
+            self.on_change(found, By.ENGINE)
             self._look()
 
     # --- together with other gateways -------------------------------------------------------------
@@ -362,9 +371,9 @@ class Roster:
         if origin is Origin.FILE:
             # Else a worker that starts later would go by what was said of one of this name before.
             for instance in changed:
-                self.on_change(InstanceId(instance.id))
+                self.on_change(InstanceId(instance.id), By.OPERATOR)
             for link in links:
-                self.on_change(link.id)
+                self.on_change(link.id, By.OPERATOR)
         takeover = _Takeover([link.id for link in links], self._clock() + TAKEOVER_S)
         for instance_id in gone:
             entry = self._entries.get(instance_id)
@@ -550,7 +559,7 @@ def read_record(body: Any, instance_id: str | None = None) -> Announced:
         raise GatewayError(400, text[:500], "invalid_request", where or None) from error
 
 
-def _ignore(_: InstanceId) -> None:
+def _ignore(_: InstanceId, __: By) -> None:
     """For a gateway alone."""
 
 

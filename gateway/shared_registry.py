@@ -2,8 +2,9 @@
 them happens at all.
 
 What one gateway says of an instance is a whole standing with a version, and the latest version holds
-everywhere, in whichever order they come (a version is the time at which it was made, then the gateway's
-name). A change goes out as a message at once and lies in a hash beside; each gateway reads the hash every
+everywhere, in whichever order they come (a version is the time of the last operator's act that it goes by,
+then the time at which it was made, then the gateway's name). So an engine that renews its lease at a gateway
+which hasn't heard yet of a drain or a removal undoes neither. A change goes out as a message at once and lies in a hash beside; each gateway reads the hash every
 few seconds, so what was lost heals, and one that starts finds what is there. What the hash has lost, or has
 too old, is put there again by whoever knows it.
 
@@ -24,7 +25,7 @@ from redis.asyncio.client import Pipeline
 
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.occasional_log import OccasionalLog
-from moongate.gateway.roster import Announced, Origin, Roster, Standing
+from moongate.gateway.roster import Announced, By, Origin, Roster, Standing
 from moongate.gateway.shared_state import SharedState, StateUnavailable
 from moongate.router import InstanceId, PeerId
 
@@ -45,6 +46,9 @@ STALE_S = 3600.0
 RECORDS_MAX = 10_000
 """Instances in the hash that are heeded."""
 
+_Time = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+"""Milliseconds of the wall clock."""
+
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 
 
@@ -52,7 +56,8 @@ class _Told(msgspec.Struct, array_like=True, frozen=True):
     """A standing of an instance, on its way."""
 
     instance: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-    made_ms: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # of the wall clock
+    ordered_ms: _Time  # when an operator last said something of it; 0: never
+    made_ms: _Time
     peer: _Text
     record: Annotated[bytes, msgspec.Meta(max_length=65_536)]  # JSON; empty: none
     origin: Origin
@@ -61,8 +66,8 @@ class _Told(msgspec.Struct, array_like=True, frozen=True):
     barred_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
     @property
-    def version(self) -> tuple[int, str]:
-        return self.made_ms, self.peer
+    def version(self) -> tuple[int, int, str]:
+        return self.ordered_ms, self.made_ms, self.peer
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -111,15 +116,18 @@ class SharedRegistry:
 
     # --- telling ----------------------------------------------------------------------------------
 
-    def _note_change(self, instance_id: InstanceId) -> None:
-        """Something happened to an instance here: it is the latest, whatever was known."""
+    def _note_change(self, instance_id: InstanceId, by: By) -> None:
+        """Something happened to an instance here: it is the latest that this gateway knows."""
         standing = self._roster.standing(instance_id)
         known = self._known.get(instance_id)
         made_ms = round(self._wall_clock() * 1000)
+        ordered_ms = made_ms if by is By.OPERATOR else 0
         if known is not None:
             made_ms = max(made_ms, known.made_ms + 1)
+            ordered_ms = max(ordered_ms, known.ordered_ms + (by is By.OPERATOR))
         self._known[instance_id] = _Told(
             instance_id,
+            ordered_ms,
             made_ms,
             self._peer,
             standing.record.model_dump_json(exclude_none=True).encode() if standing.record else b"",
@@ -175,7 +183,7 @@ class SharedRegistry:
         found, _ = await self._state.tell(
             lambda pipeline: (pipeline.hgetall(KEY), pipeline.expire(KEY, KEPT_S))
         )
-        versions: dict[str, tuple[int, str]] = {}
+        versions: dict[str, tuple[int, int, str]] = {}
         for value in [*found.values()][:RECORDS_MAX]:
             told = self._hear(value)
             if told is not None:
@@ -188,7 +196,7 @@ class SharedRegistry:
         if stale:
             await self._state.tell(lambda p: [p.hdel(KEY, name) for name in stale])
         for name, told in self._known.items():
-            if versions.get(name, (-1, "")) < told.version:
+            if versions.get(name, (-1, -1, "")) < told.version:
                 self._changed[name] = None
         if self._changed:
             self._wake.set()

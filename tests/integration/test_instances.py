@@ -147,9 +147,9 @@ async def test_a_changed_record_replaces_the_instance(pair: Pair) -> None:
         ({"lease_s": 0}, 400, "lease_s"),
         ({"url": "http://a\0b:80"}, 400, "url"),
         ({"url": "http://\N{SNOWMAN}:80"}, 400, "url"),
-        ({"api_key_env": "HOME"}, 400, None),
-        ({"kv_events": "ipc:///run/some.socket"}, 400, None),
-        ({"kv_replay": "inproc://x", "kv_events": "tcp://127.0.0.1:9"}, 400, None),
+        ({"api_key_env": "HOME"}, 400, "api_key_env"),
+        ({"kv_events": "ipc:///run/some.socket"}, 400, "kv_events"),
+        ({"kv_replay": "inproc://x", "kv_events": "tcp://127.0.0.1:9"}, 400, "kv_replay"),
     ],
 )
 async def test_a_bad_record_is_refused_and_changes_nothing(

@@ -207,9 +207,11 @@ async def test_only_operators_say_which_engines_there_are(monkeypatch: pytest.Mo
                 ({"url": "http://user:pw@h"}, "url"),
                 ({"url": f"{elsewhere.url}/path?x"}, "url"),
                 ({"url": "gopher://h"}, "url"),
-                ({"api_key_env": "ADMIN"}, None),
-                ({"tls": {"ca": "/etc/passwd"}}, None),
+                ({"api_key_env": "ADMIN"}, "api_key_env"),
+                ({"tls": {"ca": "/etc/passwd"}}, "tls"),
                 ({"kv_events": "inproc://x"}, "kv_events"),
+                ({"kv_events": "ipc:///tmp/x"}, "kv_events"),
+                ({"kv_events": "tcp://h:1", "kv_replay": "ipc:///tmp/x"}, "kv_replay"),
                 ({"bootstrap_url": "file:///x", "role": "prefill"}, "bootstrap_url"),
             ):
                 answer = await gateway.client.post(
