@@ -85,9 +85,9 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from moongate.gateway.config_file import ConfigFile
-    from moongate.gateway.logs import use_format
-    from moongate.gateway.settings import SettingsError
+    from moongate.gateway.config.config_file import ConfigFile
+    from moongate.gateway.config.settings import SettingsError
+    from moongate.gateway.telemetry.logs import use_format
 
     try:
         loaded = ConfigFile(options.config, host=options.host, port=options.port).load()
@@ -98,7 +98,7 @@ def _serve(options: argparse.Namespace) -> int:
     use_format(loaded.settings.observability.log_format)
     try:
         if options.workers > 1:
-            from moongate.gateway import workers
+            from moongate.gateway.replicas import workers
 
             shared = ("-m", "moongate.cli", "--log-level", options.log_level)
             arguments = [*shared, "serve", "-c", str(options.config.absolute())]
@@ -118,7 +118,7 @@ def _add_check(commands: Commands) -> None:  # type: ignore[type-arg]
 
 
 def _check(options: argparse.Namespace) -> int:
-    from moongate.gateway.settings import SettingsError, load_settings
+    from moongate.gateway.config.settings import SettingsError, load_settings
 
     try:
         settings = load_settings(options.config)
@@ -165,8 +165,8 @@ def _add_up(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _up(options: argparse.Namespace) -> int:
     from moongate import local_stack
-    from moongate.gateway.logs import use_format
     from moongate.gateway.server import ListenError
+    from moongate.gateway.telemetry.logs import use_format
     from moongate.router.policy import PolicyError, make_policy
     from moongate.simulator.script import ScriptError
 

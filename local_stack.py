@@ -31,8 +31,8 @@ from moongate.engine_plugins.vllm_launch import (
     build_command,
 )
 from moongate.gateway.app import Gateway
+from moongate.gateway.config.settings import Settings
 from moongate.gateway.server import GatewayServer, handle_signals, listen
-from moongate.gateway.settings import Settings
 from moongate.kvpool.memory import MemoryPool
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.script import Script, load_script

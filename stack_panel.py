@@ -1,6 +1,6 @@
 """The panel of `moongate up`: what the stack does now, drawn over and over in the same place of a terminal.
 
-Made of the very parts that the dashboard shows (`gateway/live_view.py`). Texts of clients are shown without what a
+Made of the very parts that the dashboard shows (`gateway/admin/live_view.py`). Texts of clients are shown without what a
 terminal would take for a command. Only for terminals; elsewhere `moongate up` prints lines and is silent.
 """
 

@@ -34,11 +34,11 @@ from benchmarks.routers import MOONGATE, PROJECT, EngineAddress, Place, make_moo
 from benchmarks.side_by_side import describe_machine, find_commit, find_tokenizer
 from benchmarks.workloads import BLOCK_SIZE_TOKENS, MODEL, Message, excerpt
 from moongate.engine_plugins.vllm_render import ModelRenderer
-from moongate.gateway.body import parse_body
-from moongate.gateway.engine_api import EngineApi
-from moongate.gateway.prompt import PromptPipeline, ReadPrompt
-from moongate.gateway.routes import PROXIED
-from moongate.gateway.settings import LimitsSettings, TokenizerSettings
+from moongate.gateway.config.settings import LimitsSettings, TokenizerSettings
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.routes import PROXIED
+from moongate.gateway.instances.engine_api import EngineApi
+from moongate.gateway.prompts.prompt import PromptPipeline, ReadPrompt
 from moongate.router import (
     BatchReceived,
     BlockSpace,

@@ -16,50 +16,50 @@ from typing import Any
 from fastapi import FastAPI
 
 from moongate import __version__
-from moongate.gateway.access import Access
-from moongate.gateway.api_admin import Readiness, make_admin_app, unready_reasons
-from moongate.gateway.api_decisions import make_decision_route
-from moongate.gateway.api_explain import make_explain_route
-from moongate.gateway.api_instances import make_instance_routes
-from moongate.gateway.api_live import make_live_routes
-from moongate.gateway.api_reload import make_reload_routes
-from moongate.gateway.api_responses import make_response_routes
+from moongate.gateway.admin.api_admin import Readiness, make_admin_app, unready_reasons
+from moongate.gateway.admin.api_decisions import make_decision_route
+from moongate.gateway.admin.api_explain import make_explain_route
+from moongate.gateway.admin.api_instances import make_instance_routes
+from moongate.gateway.admin.api_live import make_live_routes
+from moongate.gateway.admin.api_reload import make_reload_routes
+from moongate.gateway.admin.api_responses import make_response_routes
+from moongate.gateway.admin.live import LiveFeed
+from moongate.gateway.admin.live_view import LiveView
+from moongate.gateway.auth.access import Access
 from moongate.gateway.client_protocol import ClientRequest
-from moongate.gateway.config_file import Loaded
-from moongate.gateway.divergence import Divergence, Divergences
-from moongate.gateway.dns_discovery import DiscoveryMetrics, DnsDiscovery
-from moongate.gateway.dns_names import Resolve, Resolver
+from moongate.gateway.config.config_file import Loaded
+from moongate.gateway.config.live_settings import LiveSettings
+from moongate.gateway.config.reload import Reloader, ReloadMetrics
+from moongate.gateway.config.settings import Settings
 from moongate.gateway.driver import Driver, Recorder
-from moongate.gateway.engine_api import EngineApi
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import clean_request_id, make_request_id, read_headers
-from moongate.gateway.hotpath import HotPath
-from moongate.gateway.links import Links
-from moongate.gateway.live import LiveFeed
-from moongate.gateway.live_settings import LiveSettings
-from moongate.gateway.live_view import LiveView
-from moongate.gateway.logs import use_format
-from moongate.gateway.metrics import Metrics
-from moongate.gateway.monitor import Monitor
-from moongate.gateway.otlp import resource
-from moongate.gateway.peering import Peering
-from moongate.gateway.pooling import Pooling
-from moongate.gateway.prompt import PromptPipeline
-from moongate.gateway.rate_sharing import RateSharing
-from moongate.gateway.recent_turns import RecentTurns
-from moongate.gateway.reload import Reloader, ReloadMetrics
-from moongate.gateway.response_sharing import SharedResponses
-from moongate.gateway.response_store import ResponseStore
-from moongate.gateway.response_turns import ResponseTurns
-from moongate.gateway.roster import Roster
-from moongate.gateway.seeding import Seeding
-from moongate.gateway.settings import Settings
-from moongate.gateway.shared_rates import SharedRates
-from moongate.gateway.shared_registry import SharedRegistry
-from moongate.gateway.shared_state import SharedState
-from moongate.gateway.trace_export import TraceExporter
-from moongate.gateway.tracing import Tracing
-from moongate.gateway.worker_views import WorkerViews
+from moongate.gateway.instances.dns_discovery import DiscoveryMetrics, DnsDiscovery
+from moongate.gateway.instances.dns_names import Resolve, Resolver
+from moongate.gateway.instances.engine_api import EngineApi
+from moongate.gateway.instances.links import Links
+from moongate.gateway.instances.monitor import Monitor
+from moongate.gateway.instances.roster import Roster
+from moongate.gateway.pool.pooling import Pooling
+from moongate.gateway.pool.seeding import Seeding
+from moongate.gateway.prompts.divergence import Divergence, Divergences
+from moongate.gateway.prompts.prompt import PromptPipeline
+from moongate.gateway.proxy.hotpath import HotPath
+from moongate.gateway.replicas.peering import Peering
+from moongate.gateway.replicas.rate_sharing import RateSharing
+from moongate.gateway.replicas.shared_rates import SharedRates
+from moongate.gateway.replicas.shared_registry import SharedRegistry
+from moongate.gateway.replicas.shared_state import SharedState
+from moongate.gateway.replicas.worker_views import WorkerViews
+from moongate.gateway.responses.response_sharing import SharedResponses
+from moongate.gateway.responses.response_store import ResponseStore
+from moongate.gateway.responses.response_turns import ResponseTurns
+from moongate.gateway.telemetry.logs import use_format
+from moongate.gateway.telemetry.metrics import Metrics
+from moongate.gateway.telemetry.otlp import resource
+from moongate.gateway.telemetry.recent_turns import RecentTurns
+from moongate.gateway.telemetry.trace_export import TraceExporter
+from moongate.gateway.telemetry.tracing import Tracing
 from moongate.kvpool.members import KeyRules
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster

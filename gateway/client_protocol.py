@@ -28,10 +28,10 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from moongate.gateway.client import RawHeaders
+from moongate.gateway.auth.tenants import ANYBODY
+from moongate.gateway.dialects.routes import PROXIED, Route
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.routes import PROXIED, Route
-from moongate.gateway.tenants import ANYBODY
+from moongate.gateway.proxy.client import RawHeaders
 
 if TYPE_CHECKING:
     from moongate.gateway.app import Gateway

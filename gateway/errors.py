@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from moongate.gateway.routes import ApiFamily
-from moongate.gateway.sse import split_events
+from moongate.gateway.dialects.routes import ApiFamily
+from moongate.gateway.dialects.sse import split_events
 
 OPENAI_TYPES = {429: "rate_limit_error"}
 """Of statuses below 500 that aren't an `invalid_request_error`."""

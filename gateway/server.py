@@ -23,7 +23,7 @@ import uvloop
 
 from moongate.gateway.app import Gateway
 from moongate.gateway.client_protocol import ClientProtocol
-from moongate.gateway.config_file import Loaded
+from moongate.gateway.config.config_file import Loaded
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 """Write docs/configuration-reference.md from the settings themselves: every key with its kind, default,
 unit and meaning.
 
-Kinds, limits and defaults are those of the models in `gateway/settings.py`; a key's meaning is the
+Kinds, limits and defaults are those of the models in `gateway/config/settings.py`; a key's meaning is the
 comment behind it there, or the comment lines above it. A key without one is an error.
 """
 
@@ -25,8 +25,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from moongate.gateway.reloadable import EFFECTS
-from moongate.gateway.settings import PolicySettings, Settings
+from moongate.gateway.config.reloadable import EFFECTS
+from moongate.gateway.config.settings import PolicySettings, Settings
 from moongate.router.cost import CostWeights
 from moongate.router.policy import BUILT_IN, KvCost
 
@@ -35,7 +35,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration-referenc
 HEAD = """# Configuration reference
 
 Every key of the configuration file. This page is written by `scripts/make_configuration_reference.py` from the
-settings themselves, and a test fails where they differ: change `gateway/settings.py`, then run the script.
+settings themselves, and a test fails where they differ: change `gateway/config/settings.py`, then run the script.
 What belongs together and why is in [configuration.md](configuration.md); `moongate check -c FILE` tells what is wrong
 with a file. A default of *none* is what `null` or leaving the key out gives; what that means stands behind "none:".
 *Reload* says when a changed value holds while the gateway runs ([operations.md](operations.md#reloading)): `at once`; `as another instance`,

@@ -13,11 +13,11 @@ import httpx
 import yaml
 
 from moongate.gateway.app import Gateway
-from moongate.gateway.config_file import ConfigFile
-from moongate.gateway.dns_names import Resolve
+from moongate.gateway.config.config_file import ConfigFile
+from moongate.gateway.config.settings import Settings
 from moongate.gateway.driver import Recorder
+from moongate.gateway.instances.dns_names import Resolve
 from moongate.gateway.server import GatewayServer, listen
-from moongate.gateway.settings import Settings
 from moongate.kvpool.store import PoolStore
 
 READY_S = 10.0

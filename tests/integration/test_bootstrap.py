@@ -8,7 +8,7 @@ import pytest
 from fake_engine import FakeEngine, Received
 from raw_server import Peer, RawServer
 
-from moongate.gateway.bootstrap import BODY_BYTES_MAX, BootstrapFailed, Bootstraps
+from moongate.gateway.proxy.bootstrap import BODY_BYTES_MAX, BootstrapFailed, Bootstraps
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(15)]
 

@@ -11,8 +11,8 @@ import pytest
 from fake_engine import FakeEngine, Received, chat_answer, stream_event
 from live_gateway import LiveGateway, live_gateway, until
 
-from moongate.gateway.body import name_session
-from moongate.gateway.logs import TextFormatter
+from moongate.gateway.dialects.body import name_session
+from moongate.gateway.telemetry.logs import TextFormatter
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

@@ -28,7 +28,7 @@ async def test_it_is_counted_logged_and_explained(
 ) -> None:
     first: dict[str, Any] = {"messages": [SYSTEM, USER], "tools": TOOLS, "max_tokens": 2}
     headers = {"x-session-id": "one"}
-    caplog.set_level(logging.INFO, "moongate.gateway.divergence")
+    caplog.set_level(logging.INFO, "moongate.gateway.prompts.divergence")
     async with pd_fleet(prefill=0, decode=0, both=1) as fleet:
         gateway = fleet.gateway
         for _ in range(2):

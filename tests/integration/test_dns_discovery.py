@@ -17,9 +17,9 @@ from dns_server import NAME, DnsServer
 from fake_engine import FakeEngine
 from live_gateway import LiveGateway, live_gateway, until
 
-from moongate.gateway.dns_names import Address, LookupFailed, Resolver
-from moongate.gateway.reloadable import EFFECTS
-from moongate.gateway.settings import DiscoverySettings
+from moongate.gateway.config.reloadable import EFFECTS
+from moongate.gateway.config.settings import DiscoverySettings
+from moongate.gateway.instances.dns_names import Address, LookupFailed, Resolver
 from moongate.router import InstanceId
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import SimEngine, SimEngineConfig
@@ -301,7 +301,7 @@ async def test_srv_records_are_followed(pair: Pair) -> None:
 async def test_a_name_without_records_or_without_an_answer_leads_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moongate.gateway.dns_names.LOOKUP_S", 0.5)
+    monkeypatch.setattr("moongate.gateway.instances.dns_names.LOOKUP_S", 0.5)
     async with DnsServer() as server:
         resolver = Resolver(server.resolver)
         with pytest.raises(LookupFailed, match="does not contain an answer"):

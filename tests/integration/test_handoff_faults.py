@@ -22,8 +22,8 @@ from pd_fleet import (
     usage,
 )
 
-from moongate.gateway import handing_over
-from moongate.gateway.bootstrap import BootstrapFailed
+from moongate.gateway.proxy import handing_over
+from moongate.gateway.proxy.bootstrap import BootstrapFailed
 from moongate.router import FailureKind
 from moongate.simulator.server import SimEngine
 from moongate.simulator.transfer import Connector, Role
@@ -425,7 +425,7 @@ async def test_a_gateway_that_stops_brings_hand_offs_to_their_end() -> None:
 
 
 async def test_a_gateway_that_stops_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moongate.gateway.hotpath.ADOPTED_S", 0.1)
+    monkeypatch.setattr("moongate.gateway.proxy.hotpath.ADOPTED_S", 0.1)
     async with pd_fleet() as fleet:
         fleet.prefill[0].debugging.fail_next(status=None, delay_s=1.0)
         before = asyncio.all_tasks()

@@ -14,9 +14,9 @@ from live_gateway import until
 from redis.asyncio.client import Pipeline
 from redis_process import RedisProcess, needs_redis
 
-from moongate.gateway.hub import Hub
-from moongate.gateway.shared_rates import Draw, LocalRates, SharedRates
-from moongate.gateway.shared_state import SILENCE_S, SharedState, StateRefused
+from moongate.gateway.replicas.hub import Hub
+from moongate.gateway.replicas.shared_rates import Draw, LocalRates, SharedRates
+from moongate.gateway.replicas.shared_state import SILENCE_S, SharedState, StateRefused
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

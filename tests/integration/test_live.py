@@ -15,7 +15,7 @@ import pytest_asyncio
 from live_gateway import LiveGateway, live_gateway, until
 from pd_fleet import pd_fleet
 
-from moongate.gateway.live_view import DECISIONS_SHOWN_MAX, KEY_CHARS_MAX, SESSIONS_SHOWN_MAX
+from moongate.gateway.admin.live_view import DECISIONS_SHOWN_MAX, KEY_CHARS_MAX, SESSIONS_SHOWN_MAX
 from moongate.simulator.server import SimEngine, SimEngineConfig
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -138,7 +138,7 @@ async def test_whatever_clients_send_is_answered_in_step_or_refused(
 async def test_whatever_engines_answer_clients_get_well_formed(
     seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moongate.gateway.relaying.END_OF_STREAM_S", 0.05)
+    monkeypatch.setattr("moongate.gateway.proxy.relaying.END_OF_STREAM_S", 0.05)
     chance = random.Random(seed)
 
     async def answer(request: Received) -> None:

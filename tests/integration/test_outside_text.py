@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, Received
 from live_gateway import live_gateway
 from raw_client import CHAT, get, post, raw_client
 
-from moongate.gateway.logs import JsonFormatter, TextFormatter
+from moongate.gateway.telemetry.logs import JsonFormatter, TextFormatter
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from live_gateway import LiveGateway, live_gateway, until
 
-from moongate.gateway import pooling as pooling_module
-from moongate.gateway.engine_api import EngineApi, EngineCallFailed
-from moongate.gateway.pooling import Pooling
+from moongate.gateway.instances.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.pool import pooling as pooling_module
+from moongate.gateway.pool.pooling import Pooling
 from moongate.kvpool.memory import MemoryPool
 from moongate.kvpool.mooncake import MooncakeMaster
 from moongate.simulator.engine import EngineProfile

@@ -20,8 +20,8 @@ from fake_engine import FakeEngine, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
 
 from moongate.gateway.app import Gateway
-from moongate.gateway.config_file import ConfigFile, Content
-from moongate.gateway.reloadable import EFFECTS, Effect
+from moongate.gateway.config.config_file import ConfigFile, Content
+from moongate.gateway.config.reloadable import EFFECTS, Effect
 from moongate.router import InstanceId
 from moongate.router.admission import AdmissionLimits
 from moongate.router.breaker import BreakerLimits
@@ -124,7 +124,7 @@ async def test_c93_after_a_broken_edit_the_corrected_file_is_taken_at_once(
             ready = (await gateway.client.get("/ready")).json()
             assert (ready["ready"], ready["degraded"]) == (True, ["configuration"])
             assert ready["config_hash"] == hash_before, "of the one in force"
-            (told,) = [r for r in caplog.records if r.name == "moongate.gateway.reload"]
+            (told,) = [r for r in caplog.records if r.name == "moongate.gateway.config.reload"]
             assert told.levelno == logging.ERROR
             assert f"{file}:1: not YAML" in told.getMessage()
             file.write_text(good)

@@ -16,9 +16,9 @@ from fake_engine import FakeEngine, Received
 from live_gateway import LiveGateway, live_gateway, until
 from redis_process import RedisProcess, needs_redis
 
-from moongate.gateway.response_sharing import LEASE_S, SharedResponses
-from moongate.gateway.response_store import ResponseStore, StoredResponse
-from moongate.gateway.shared_state import SharedState
+from moongate.gateway.replicas.shared_state import SharedState
+from moongate.gateway.responses.response_sharing import LEASE_S, SharedResponses
+from moongate.gateway.responses.response_store import ResponseStore, StoredResponse
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60), needs_redis]
 

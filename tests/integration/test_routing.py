@@ -407,7 +407,7 @@ async def test_an_event_address_that_nobody_answers_costs_no_affinity() -> None:
 async def test_a_description_that_fails_later_leaves_the_instance_in_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moongate.gateway.monitor.DESCRIBE_AGAIN_S", 0.1)
+    monkeypatch.setattr("moongate.gateway.instances.monitor.DESCRIBE_AGAIN_S", 0.1)
     async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
         asked: list[str] = []
 
@@ -440,7 +440,7 @@ async def test_a_bug_of_ours_is_an_error_object_and_leaves_nothing(
         raise RuntimeError("a bug")
 
     async with FakeEngine() as engine, live_gateway([engine.url]) as gateway:
-        monkeypatch.setattr("moongate.gateway.request_reading.find_user", fail)
+        monkeypatch.setattr("moongate.gateway.proxy.request_reading.find_user", fail)
         answer = await gateway.chat()
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"

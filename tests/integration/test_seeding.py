@@ -13,7 +13,7 @@ import httpx
 import pytest
 from live_gateway import LiveGateway, live_gateway, until
 
-from moongate.gateway.seeding import Seeding
+from moongate.gateway.pool.seeding import Seeding
 from moongate.kvpool.memory import MemoryPool
 from moongate.router import BlockSpace, Holder, InstanceId, Tier
 from moongate.router.blocks import hash_prompt, pack_tokens

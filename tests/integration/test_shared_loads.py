@@ -22,7 +22,7 @@ from processes import MOONGATE, Child, free_port
 from redis_process import RedisProcess, needs_redis
 from slow_proxy import SlowProxy
 
-from moongate.gateway.peering import LEASE_S
+from moongate.gateway.replicas.peering import LEASE_S
 from moongate.router import Holder, InstanceId
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import SimEngine, SimEngineConfig

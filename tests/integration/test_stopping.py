@@ -13,10 +13,10 @@ import pytest_asyncio
 from live_gateway import live_gateway, until
 
 from moongate.gateway.app import Gateway
-from moongate.gateway.monitor import Monitor
-from moongate.gateway.roster import Roster
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.instances.monitor import Monitor
+from moongate.gateway.instances.roster import Roster
 from moongate.gateway.server import GatewayServer, listen
-from moongate.gateway.settings import Settings
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import SimEngine, SimEngineConfig
 

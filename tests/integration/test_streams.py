@@ -212,7 +212,7 @@ async def test_c12_a_stream_that_the_engine_leaves_open_ends_with_its_last_event
 async def test_c12_an_end_that_repeats_itself_puts_nothing_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moongate.gateway.relaying.END_OF_STREAM_S", 0.2)
+    monkeypatch.setattr("moongate.gateway.proxy.relaying.END_OF_STREAM_S", 0.2)
 
     async def repeat(request: Received) -> None:
         await request.start_stream()
@@ -236,7 +236,7 @@ async def test_c12_an_ended_stream_that_is_ended_properly_keeps_its_connection()
 async def test_c12_a_long_last_event_arrives_whole_however_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moongate.gateway.relaying.END_OF_STREAM_S", 0.1)
+    monkeypatch.setattr("moongate.gateway.proxy.relaying.END_OF_STREAM_S", 0.1)
     long = b"event: response.completed\ndata: " + b"x" * 1_500_000
     event = long + b"\n\n"
 

@@ -17,7 +17,7 @@ from otlp_receiver import Collector
 from pd_fleet import pd_fleet
 from raw_client import get, post, raw_client
 
-from moongate.gateway.tenants import make_salt
+from moongate.gateway.auth.tenants import make_salt
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

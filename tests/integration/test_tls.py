@@ -22,8 +22,8 @@ from processes import MOONGATE, Child, free_port
 
 from moongate import cli
 from moongate.gateway.app import Gateway
+from moongate.gateway.config.settings import Settings
 from moongate.gateway.server import GatewayServer, listen
-from moongate.gateway.settings import Settings
 
 pytestmark = [
     pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"]),

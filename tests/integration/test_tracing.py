@@ -16,8 +16,8 @@ from live_gateway import LiveGateway, live_gateway, until
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from otlp_receiver import Collector, attributes, read_attributes
 
-from moongate.gateway import tracing
-from moongate.gateway.body import name_session
+from moongate.gateway.dialects.body import name_session
+from moongate.gateway.telemetry import tracing
 from moongate.simulator.engine import EngineProfile
 from moongate.simulator.server import SimEngine, SimEngineConfig
 

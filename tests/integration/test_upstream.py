@@ -15,7 +15,7 @@ import pytest
 from live_gateway import until
 from raw_server import Peer, RawServer, Script
 
-from moongate.gateway.upstream import (
+from moongate.gateway.proxy.upstream import (
     KEEP_ALIVE_S,
     Answer,
     Disconnected,
@@ -240,7 +240,7 @@ async def test_c108_an_idle_connection_is_closed_before_the_engine_does_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert KEEP_ALIVE_S < 5.0  # uvicorn's
-    monkeypatch.setattr("moongate.gateway.upstream.KEEP_ALIVE_S", 0.15)
+    monkeypatch.setattr("moongate.gateway.proxy.upstream.KEEP_ALIVE_S", 0.15)
     async with served(echo) as (upstream, server):
         await ask(upstream, b"1")
         await server.peers[0].left()
@@ -254,7 +254,7 @@ async def test_c108_a_connection_idle_for_too_long_is_not_used(
     async with served(echo) as (upstream, server):
         await ask(upstream, b"1")
         await asyncio.sleep(0.02)
-        monkeypatch.setattr("moongate.gateway.upstream.KEEP_ALIVE_S", 0.01)
+        monkeypatch.setattr("moongate.gateway.proxy.upstream.KEEP_ALIVE_S", 0.01)
         await ask(upstream, b"2")
         assert server.requests == [[b"1"], [b"2"]]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moongate.gateway import peer_wire
+from moongate.gateway.replicas import peer_wire
 from moongate.router import (
     BlockSpace,
     EndPrediction,

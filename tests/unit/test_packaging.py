@@ -39,7 +39,7 @@ def test_the_wheel_holds_every_file_of_every_component(tmp_path: Path) -> None:
         if name.split("/")[0] not in outside
         and (
             name.endswith((".py", "py.typed"))
-            or name.startswith(("simulator/model/", "gateway/ui/"))
+            or name.startswith(("simulator/model/", "gateway/admin/ui/"))
         )
     }
     assert packed == expected

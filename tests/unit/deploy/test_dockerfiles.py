@@ -71,7 +71,7 @@ def test_pip_takes_only_what_is_pinned(image: Image) -> None:
 def test_every_component_gets_into_the_images_and_through_dockerignore(image: Image) -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]
-    components = {name.partition(".")[2] for name in packages if "." in name}
+    components = {name.split(".")[1] for name in packages if "." in name}
     text = image.dockerfile.read_text()
     for component in components:
         assert re.search(rf"^COPY {component} /src/{component}$", text, re.MULTILINE)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from odd_values import damaged, objects, quick, texts_of, tried
 
 from moongate.engine_plugins.vllm_render import PromptRefused, PromptUnsupported
-from moongate.gateway.aliases import Aliases
-from moongate.gateway.background import Background
-from moongate.gateway.body import (
+from moongate.gateway.dialects.aliases import Aliases
+from moongate.gateway.dialects.body import (
     OUTLINED_BYTES_MIN,
     Body,
     find_session_key,
@@ -25,9 +24,8 @@ from moongate.gateway.body import (
     parse_body,
     without_key,
 )
-from moongate.gateway.errors import GatewayError
-from moongate.gateway.messages_bridge import bridge_for
-from moongate.gateway.prompt_fields import (
+from moongate.gateway.dialects.messages_bridge import bridge_for
+from moongate.gateway.dialects.prompt_fields import (
     has_given_ids,
     hash_body_text,
     prompt_fields,
@@ -36,10 +34,12 @@ from moongate.gateway.prompt_fields import (
     skips_cache,
     with_tags,
 )
-from moongate.gateway.response_store import ResponseStore
-from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
-from moongate.gateway.routes import PROXIED, WITH_CHOICES, PromptKind, Route
-from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked
+from moongate.gateway.dialects.routes import PROXIED, WITH_CHOICES, PromptKind, Route
+from moongate.gateway.dialects.stream_usage import asks_for_usage, with_usage_asked
+from moongate.gateway.errors import GatewayError
+from moongate.gateway.responses.background import Background
+from moongate.gateway.responses.response_store import ResponseStore
+from moongate.gateway.responses.response_turns import ResponseTurn, ResponseTurns
 
 ROUTES = st.sampled_from(list(PROXIED.values()))
 FIELDS = objects(

@@ -19,10 +19,10 @@ from odd_values import damaged, pieces_of, quick
 from raw_client import chunked, get, post
 from uvicorn.server import ServerState
 
+from moongate.gateway.auth.tenants import ANYBODY
 from moongate.gateway.client_protocol import ClientProtocol, ClientRequest
+from moongate.gateway.config.settings import LimitsSettings
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.settings import LimitsSettings
-from moongate.gateway.tenants import ANYBODY
 
 LIMITS = LimitsSettings(body_bytes_max=4096, headers_bytes_max=2048)
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")

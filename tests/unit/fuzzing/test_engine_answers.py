@@ -30,7 +30,7 @@ from moongate.engine_plugins.vllm_rendered import (
     hash_rendered,
     read_rendered,
 )
-from moongate.gateway.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.instances.engine_api import EngineApi, EngineCallFailed
 from moongate.kvpool.mooncake import _read_answer, _whole
 from moongate.kvpool.store import PoolUnavailable
 from moongate.router import BlockSpace

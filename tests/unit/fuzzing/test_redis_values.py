@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from odd_values import damaged, objects, quick
 
-from moongate.gateway.json_edits import read_top_level
-from moongate.gateway.response_sharing import SharedResponses
-from moongate.gateway.response_store import ResponseStore
+from moongate.gateway.dialects.json_edits import read_top_level
+from moongate.gateway.responses.response_sharing import SharedResponses
+from moongate.gateway.responses.response_store import ResponseStore
 
 NAMES = st.tuples(st.sampled_from(["r1", "r2", ""]), st.sampled_from(["v1", "v2", ""]))
 HEADS = st.tuples(st.lists(NAMES, max_size=3), st.booleans(), st.booleans())

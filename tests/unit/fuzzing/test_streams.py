@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from odd_values import damaged, objects, pieces_of, quick
 
-from moongate.gateway.aliases import Aliases
-from moongate.gateway.body import parse_body
-from moongate.gateway.collected import Collected
+from moongate.gateway.auth.tenants import ANYBODY
+from moongate.gateway.dialects.aliases import Aliases
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.json_edits import Edit
+from moongate.gateway.dialects.messages_bridge import count_of, error_of, message_of
+from moongate.gateway.dialects.messages_stream import MessageStream
+from moongate.gateway.dialects.routes import PROXIED, ApiFamily
+from moongate.gateway.dialects.sse import EventSplitter, ends_stream, split_events
+from moongate.gateway.dialects.stream_usage import without_usage_events
+from moongate.gateway.dialects.usage import UsageReader
 from moongate.gateway.errors import stream_error_events
-from moongate.gateway.json_edits import Edit
-from moongate.gateway.messages_bridge import count_of, error_of, message_of
-from moongate.gateway.messages_stream import MessageStream
-from moongate.gateway.response_store import ResponseStore
-from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
-from moongate.gateway.routes import PROXIED, ApiFamily
-from moongate.gateway.sse import EventSplitter, ends_stream, split_events
-from moongate.gateway.stream_usage import without_usage_events
-from moongate.gateway.tenants import ANYBODY
-from moongate.gateway.transfer_params import TransferParamsFilter, without_params
-from moongate.gateway.usage import UsageReader
+from moongate.gateway.proxy.collected import Collected
+from moongate.gateway.proxy.transfer_params import TransferParamsFilter, without_params
+from moongate.gateway.responses.response_store import ResponseStore
+from moongate.gateway.responses.response_turns import ResponseTurn, ResponseTurns
 
 CHUNKS = objects(
     "id", "model", "choices", "delta", "content", "role", "tool_calls", "function", "name", "index",

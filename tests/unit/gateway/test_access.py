@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from moongate.gateway.access import Meter, duration, is_open
+from moongate.gateway.auth.access import Meter, duration, is_open
+from moongate.gateway.auth.rates import LocalRates, Measure, RateLimits
+from moongate.gateway.auth.tenants import Tenant
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.rates import LocalRates, Measure, RateLimits
-from moongate.gateway.tenants import Tenant
 
 TENANT = Tenant("a", limits=RateLimits(tokens_per_minute=1000), rate_name="a")
 

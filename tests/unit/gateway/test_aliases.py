@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.aliases import Aliases, Renaming
-from moongate.gateway.body import parse_body
-from moongate.gateway.routes import PROXIED, PromptKind
+from moongate.gateway.dialects.aliases import Aliases, Renaming
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.routes import PROXIED, PromptKind
 
 CHAT = PROXIED["/v1/chat/completions"]
 ALIASES = Aliases({"gpt": "tiny"})

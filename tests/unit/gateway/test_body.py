@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moongate.gateway.body import (
+from moongate.gateway.dialects.body import (
     SESSION_HEADERS,
     SESSION_KEY_CHARS_MAX,
     Body,
@@ -18,8 +18,8 @@ from moongate.gateway.body import (
     with_fields,
     without_key,
 )
+from moongate.gateway.dialects.routes import PROXIED
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.routes import PROXIED
 
 CHAT = PROXIED["/v1/chat/completions"]
 COMPLETION = PROXIED["/v1/completions"]

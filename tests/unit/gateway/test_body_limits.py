@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.body_limits import check_limits
+from moongate.gateway.config.settings import LimitsSettings
+from moongate.gateway.dialects.body_limits import check_limits
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.settings import LimitsSettings
 
 LIMITS = LimitsSettings(json_depth_max=8, messages_max=3, stop_max=2)
 

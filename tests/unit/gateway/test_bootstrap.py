@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from moongate.gateway.bootstrap import BootstrapFailed, read_engine_id
+from moongate.gateway.proxy.bootstrap import BootstrapFailed, read_engine_id
 
 URL = "http://p:8998"
 WORKERS = {"worker_addr": {"0": {"0": "tcp://10.0.0.1:5000"}}}

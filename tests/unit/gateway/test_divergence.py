@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.divergence import SESSIONS_MAX, Divergence, Divergences
-from moongate.gateway.prompt_outline import (
+from moongate.gateway.prompts.divergence import SESSIONS_MAX, Divergence, Divergences
+from moongate.gateway.prompts.prompt_outline import (
     CHUNK_BYTES,
     ENTRY_BYTES,
     PARTS_MAX,

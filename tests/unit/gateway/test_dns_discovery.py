@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.dns_discovery import name_instance
-from moongate.gateway.dns_names import Address
-from moongate.gateway.settings import DiscoverySettings, SettingsError, parse_settings
+from moongate.gateway.config.settings import DiscoverySettings, SettingsError, parse_settings
+from moongate.gateway.instances.dns_discovery import name_instance
+from moongate.gateway.instances.dns_names import Address
 
 LONG = "engine-0." + "x" * 60 + ".svc.cluster.local"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from moongate.gateway.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.instances.engine_api import EngineApi, EngineCallFailed
 
 
 @pytest.mark.asyncio

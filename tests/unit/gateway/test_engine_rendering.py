@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from moongate.engine_plugins.vllm_rendered import Media, hash_rendered
-from moongate.gateway.body import parse_body
-from moongate.gateway.engine_api import EngineApi
-from moongate.gateway.engine_rendering import EngineRendering
-from moongate.gateway.routes import PROXIED
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.routes import PROXIED
+from moongate.gateway.instances.engine_api import EngineApi
+from moongate.gateway.prompts.engine_rendering import EngineRendering
 from moongate.router import BlockSpace
 from moongate.router.blocks import hash_prompt, pack_tokens
 

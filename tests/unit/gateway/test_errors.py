@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from moongate.gateway.dialects.routes import ApiFamily
 from moongate.gateway.errors import GatewayError, error_body, stream_error_events
-from moongate.gateway.routes import ApiFamily
 
 
 def test_an_error_has_message_type_param_and_code() -> None:

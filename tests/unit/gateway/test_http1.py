@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.http1 import (
+from moongate.gateway.proxy.http1 import (
     HEADER_BYTES_MAX,
     AnswerReader,
     MalformedAnswer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moongate.gateway.hub_store import ENTRY_BYTES, CommandError, HubStore
+from moongate.gateway.replicas.hub_store import ENTRY_BYTES, CommandError, HubStore
 
 
 def put(store: HubStore, key: bytes, *options: bytes, size: int = 100, now: float = 0.0) -> None:

@@ -9,14 +9,14 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from moongate.gateway.body import Body, parse_body
-from moongate.gateway.engine_api import EngineApi
-from moongate.gateway.id_forwarding import TOKENS_MIN, ForwardIds, IdForwarding, with_params
-from moongate.gateway.parity import PromptForm
-from moongate.gateway.prompt import PromptPipeline, ReadPrompt
-from moongate.gateway.prompt_memory import Piece
-from moongate.gateway.routes import PROXIED, Route
-from moongate.gateway.tokenizing import Tokenized
+from moongate.gateway.dialects.body import Body, parse_body
+from moongate.gateway.dialects.routes import PROXIED, Route
+from moongate.gateway.instances.engine_api import EngineApi
+from moongate.gateway.prompts.parity import PromptForm
+from moongate.gateway.prompts.prompt import PromptPipeline, ReadPrompt
+from moongate.gateway.prompts.prompt_memory import Piece
+from moongate.gateway.prompts.tokenizing import Tokenized
+from moongate.gateway.proxy.id_forwarding import TOKENS_MIN, ForwardIds, IdForwarding, with_params
 from moongate.router import Prompt
 
 CHAT = PROXIED["/v1/chat/completions"]

@@ -8,10 +8,11 @@ import msgspec
 import orjson
 import pytest
 
-from moongate.gateway.body import Body, parse_body
+from moongate.gateway.dialects.body import Body, parse_body
+from moongate.gateway.dialects.routes import PROXIED, PromptKind
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.headers import make_request_id
-from moongate.gateway.legs import (
+from moongate.gateway.proxy.legs import (
     LEFT_OUT,
     PrefillReport,
     may_hand_over,
@@ -19,7 +20,6 @@ from moongate.gateway.legs import (
     read_prefill,
     stays_whole,
 )
-from moongate.gateway.routes import PROXIED, PromptKind
 
 CHAT = PROXIED["/v1/chat/completions"]
 COMPLETION = PROXIED["/v1/completions"]

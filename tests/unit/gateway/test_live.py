@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.live import SHARE_MAX, VIEWERS_MAX, LiveFeed, TooManyViewers
+from moongate.gateway.admin.live import SHARE_MAX, VIEWERS_MAX, LiveFeed, TooManyViewers
 
 pytestmark = pytest.mark.asyncio
 

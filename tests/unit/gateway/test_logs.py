@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moongate.gateway.logs import (
+from moongate.gateway.telemetry.logs import (
     REQUEST,
     JsonFormatter,
     LoggedRequest,

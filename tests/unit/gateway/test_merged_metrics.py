@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from moongate.gateway import merged_metrics
-from moongate.gateway.merged_metrics import Family, Retired, merge
-from moongate.gateway.tallies import Distribution, Tally
+from moongate.gateway.telemetry import merged_metrics
+from moongate.gateway.telemetry.merged_metrics import Family, Retired, merge
+from moongate.gateway.telemetry.tallies import Distribution, Tally
 
 
 def told(requests: int, up: float, inflight: float, events: int) -> list[Family]:

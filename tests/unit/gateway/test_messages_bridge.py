@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from moongate.engine_plugins.vllm_render import TemplateManners
-from moongate.gateway.errors import GatewayError
-from moongate.gateway.messages_bridge import (
+from moongate.gateway.dialects.messages_bridge import (
     bridge_for,
     chat_request,
     count_of,
@@ -15,8 +14,9 @@ from moongate.gateway.messages_bridge import (
     message_of,
     tokenize_request,
 )
-from moongate.gateway.messages_stream import MessageStream
-from moongate.gateway.routes import PROXIED
+from moongate.gateway.dialects.messages_stream import MessageStream
+from moongate.gateway.dialects.routes import PROXIED
+from moongate.gateway.errors import GatewayError
 
 MANNERS = TemplateManners(merges_system=False, disabled_thinking_effort="none")
 USER = {"role": "user", "content": "hi"}

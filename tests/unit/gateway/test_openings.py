@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from model_styles import STYLES, byte_level
 
 from moongate.engine_plugins.vllm_render import ModelRenderer
-from moongate.gateway.prompt_memory import (
+from moongate.gateway.prompts.prompt_memory import (
     ENTRY_BYTES,
     OPENINGS_PER_HEAD,
     Opening,
@@ -17,7 +17,7 @@ from moongate.gateway.prompt_memory import (
     PromptMemory,
     name_piece,
 )
-from moongate.gateway.tokenizing import Tokenized, Tokenizing
+from moongate.gateway.prompts.tokenizing import Tokenized, Tokenizing
 
 TAG, OTHER_TAG = b"\0\0", b"\0\1"
 HEAD = 4

@@ -9,7 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from otlp_receiver import attributes, decode_spans, read_attributes
 
-from moongate.gateway.otlp import (
+from moongate.gateway.telemetry.otlp import (
     Key,
     SpanForm,
     SpanKind,

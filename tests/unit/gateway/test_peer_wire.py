@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moongate.gateway import peer_wire
-from moongate.gateway.peer_wire import PeerMessageError
+from moongate.gateway.replicas import peer_wire
+from moongate.gateway.replicas.peer_wire import PeerMessageError
 from moongate.router import (
     EndPrediction,
     Holder,

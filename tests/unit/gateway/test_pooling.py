@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from moongate.gateway.driver import Driver
-from moongate.gateway.pool_health import HOLES_S
-from moongate.gateway.pooling import HINT_WEIGHT, SAMPLE_INTERVAL_S, Pooling, PromptTokens
+from moongate.gateway.pool.pool_health import HOLES_S
+from moongate.gateway.pool.pooling import HINT_WEIGHT, SAMPLE_INTERVAL_S, Pooling, PromptTokens
 from moongate.kvpool.digests import ALGORITHMS, DEFAULT_SEED, DigestKeys, digest_blocks
 from moongate.kvpool.keys import KeyLayout, Shard
 from moongate.kvpool.members import KeyRules, Member

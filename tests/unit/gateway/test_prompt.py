@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from model_styles import BUILDS, SIMULATOR_MODEL, STYLES, Message, conversations, texts, tools
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, PromptRefused
-from moongate.gateway.body import parse_body
-from moongate.gateway.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.prompt_fields import NO_TEXT_TAG
+from moongate.gateway.dialects.routes import PROXIED
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.parity import PROBE_BODIES, PromptForm
-from moongate.gateway.prompt import RELOAD_AFTER_S, PromptPipeline, ReadPrompt
-from moongate.gateway.prompt_fields import NO_TEXT_TAG
-from moongate.gateway.routes import PROXIED
+from moongate.gateway.instances.engine_api import EngineApi, EngineCallFailed
+from moongate.gateway.prompts.parity import PROBE_BODIES, PromptForm
+from moongate.gateway.prompts.prompt import RELOAD_AFTER_S, PromptPipeline, ReadPrompt
 from moongate.router import BlockSpace, Prompt
 from moongate.router.blocks import hash_prompt, hash_text, pack_tokens
 from moongate.router.model import TEXT_SPACE
@@ -399,7 +399,7 @@ def test_a_prompt_read_exactly_has_no_chain_of_its_text() -> None:
 
 
 def test_a_large_body_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moongate.gateway.prompt.RENDER_INLINE_BYTES", 0)
+    monkeypatch.setattr("moongate.gateway.prompts.prompt.RENDER_INLINE_BYTES", 0)
     threads: list[str] = []
 
     def chat_text(self: ModelRenderer, body: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway import prompt_memory
-from moongate.gateway.prompt_memory import ENTRY_BYTES, Key, Piece, PromptMemory, name_piece
+from moongate.gateway.prompts import prompt_memory
+from moongate.gateway.prompts.prompt_memory import ENTRY_BYTES, Key, Piece, PromptMemory, name_piece
 from moongate.router import BlockSpace
 from moongate.router.blocks import hash_prompt, pack_tokens
 from moongate.router.model import BlockHash

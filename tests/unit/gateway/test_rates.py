@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moongate.gateway import rates
-from moongate.gateway.rates import (
+from moongate.gateway.auth import rates
+from moongate.gateway.auth.rates import (
     Bucket,
     LocalRates,
     Measure,

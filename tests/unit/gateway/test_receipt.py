@@ -1,6 +1,6 @@
 """The route receipt, from decisions written out by hand."""
 
-from moongate.gateway.receipt import decision_as_json, receipt_headers
+from moongate.gateway.telemetry.receipt import decision_as_json, receipt_headers
 from moongate.router import Decision
 from moongate.router.model import Holder, InstanceId, PoolPart, Reason, Role, Trust
 from moongate.router.policy import Candidate, Ranked

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moongate.gateway.body import name_session
-from moongate.gateway.receipt import Receipt, receipt_as_json
-from moongate.gateway.recent import RecentReceipts, Wanted
+from moongate.gateway.dialects.body import name_session
+from moongate.gateway.telemetry.receipt import Receipt, receipt_as_json
+from moongate.gateway.telemetry.recent import RecentReceipts, Wanted
 from moongate.router import Decision
 from moongate.router.model import Holder, InstanceId, Reason, Role, Trust
 from moongate.router.policy import Candidate, Ranked

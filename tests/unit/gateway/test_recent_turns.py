@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from moongate.gateway.receipt import Receipt
-from moongate.gateway.recent_turns import (
+from moongate.gateway.telemetry.receipt import Receipt
+from moongate.gateway.telemetry.recent_turns import (
     GROWTH_BLOCKS_MAX,
     MARKS_MAX,
     PERIODS_MAX,

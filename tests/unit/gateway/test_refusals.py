@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from moongate.gateway.refusals import retry_after_s
+from moongate.gateway.proxy.refusals import retry_after_s
 
 AT = 1_700_000_000.0  # Tue, 14 Nov 2023 22:13:20 GMT
 

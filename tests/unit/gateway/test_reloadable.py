@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from moongate.gateway.reloadable import EFFECTS, Effect, describe_instances, find_changes
-from moongate.gateway.settings import Settings
+from moongate.gateway.config.reloadable import EFFECTS, Effect, describe_instances, find_changes
+from moongate.gateway.config.settings import Settings
 
 
 def keys(prefix: str, model: type[BaseModel]) -> Iterator[str]:
@@ -40,7 +40,9 @@ def shown(old: Settings, new: Settings) -> list[tuple[str, Effect]]:
 
 
 def test_every_key_is_in_the_table() -> None:
-    assert set(keys("", Settings)) - EFFECTS.keys() == set(), "add it to gateway/reloadable.py"
+    assert set(keys("", Settings)) - EFFECTS.keys() == set(), (
+        "add it to gateway/config/reloadable.py"
+    )
     assert EFFECTS.keys() - set(keys("", Settings)) == set(), "not a key any more"
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.response_store import OVERHEAD_BYTES, ResponseStore, StoredResponse
+from moongate.gateway.responses.response_store import OVERHEAD_BYTES, ResponseStore, StoredResponse
 
 TTL_S = 100.0
 

@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 import pytest
 
-from moongate.gateway.body import parse_body
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.routes import PROXIED
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.response_store import ResponseStore
-from moongate.gateway.response_turns import ResponseTurn, ResponseTurns
-from moongate.gateway.routes import PROXIED
+from moongate.gateway.responses.response_store import ResponseStore
+from moongate.gateway.responses.response_turns import ResponseTurn, ResponseTurns
 
 ROUTE = PROXIED["/v1/responses"]
 OUTPUT = {"type": "message", "id": "msg_1", "role": "assistant", "content": []}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moongate.gateway.roster import Announced, By, Origin, Standing
-from moongate.gateway.shared_registry import SharedRegistry
+from moongate.gateway.instances.roster import Announced, By, Origin, Standing
+from moongate.gateway.replicas.shared_registry import SharedRegistry
 from moongate.router import InstanceId, PeerId
 
 E = InstanceId("e")

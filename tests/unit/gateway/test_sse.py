@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.sse import HELD_BYTES_MAX, EventSplitter, ends_stream, split_events
+from moongate.gateway.dialects.sse import HELD_BYTES_MAX, EventSplitter, ends_stream, split_events
 
 BREAKS = ("\n\n", "\r\n\r\n", "\r\r")
 

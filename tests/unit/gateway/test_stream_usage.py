@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moongate.gateway.stream_usage import asks_for_usage, with_usage_asked, without_usage_events
+from moongate.gateway.dialects.stream_usage import (
+    asks_for_usage,
+    with_usage_asked,
+    without_usage_events,
+)
 
 
 def event(**fields: object) -> bytes:

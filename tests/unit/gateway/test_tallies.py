@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moongate.gateway.tallies import Distribution, Tally
+from moongate.gateway.telemetry.tallies import Distribution, Tally
 
 LABELS = ("kind", "code", "way", "le")
 

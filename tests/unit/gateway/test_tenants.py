@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.access import Access
-from moongate.gateway.auth_settings import AuthSettings, KeyUnreadable
+from moongate.gateway.auth.access import Access
+from moongate.gateway.auth.auth_settings import AuthSettings, KeyUnreadable
+from moongate.gateway.auth.rates import RateLimits
+from moongate.gateway.auth.tenants import ANYBODY, Tenant, Tenants, make_salt
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.rates import RateLimits
-from moongate.gateway.tenants import ANYBODY, Tenant, Tenants, make_salt
 
 KEYS = {"KEY_A": "sk-alpha", "KEY_B": "sk-beta", "KEY_A2": "sk-alpha-2"}
 A = {"key_env": "KEY_A", "tenant": "a"}
@@ -90,7 +90,7 @@ def test_c101_all_digests_are_compared_whichever_key_it_is(monkeypatch: pytest.M
         return one == other
 
     known = tenants(A, B)
-    monkeypatch.setattr("moongate.gateway.tenants.hmac.compare_digest", compare)
+    monkeypatch.setattr("moongate.gateway.auth.tenants.hmac.compare_digest", compare)
     counts = []
     for key in ("sk-alpha", "sk-beta", "x", "x" * 5000):
         compared.clear()

@@ -8,7 +8,7 @@ from certificates import Files, make_files
 from cryptography.hazmat.primitives import serialization
 
 from moongate import cli
-from moongate.gateway.settings import Settings, SettingsError, parse_settings
+from moongate.gateway.config.settings import Settings, SettingsError, parse_settings
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from model_styles import STYLES, byte_level, texts, word_piece
 from tokenizers import Tokenizer, processors
 
 from moongate.engine_plugins.vllm_render import ModelRenderer, PromptUnsupported
-from moongate.gateway import tokenizing as module
-from moongate.gateway.tokenizing import (
+from moongate.gateway.prompts import tokenizing as module
+from moongate.gateway.prompts.tokenizing import (
     BACKLOG_BYTES_MAX,
     BYTES_PER_S_PRIOR,
     INLINE_BYTES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moongate.gateway.trace_context import TraceContext, parse_traceparent, with_context
+from moongate.gateway.telemetry.trace_context import TraceContext, parse_traceparent, with_context
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GOOD = f"00-{TRACE}-{SPAN}-01"

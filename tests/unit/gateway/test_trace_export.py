@@ -10,9 +10,9 @@ import pytest
 from live_gateway import until
 from otlp_receiver import Collector, decode_spans
 
-from moongate.gateway import trace_export
-from moongate.gateway.otlp import SpanForm, SpanKind, resource
-from moongate.gateway.trace_export import TraceExporter, TraceResult
+from moongate.gateway.telemetry import trace_export
+from moongate.gateway.telemetry.otlp import SpanForm, SpanKind, resource
+from moongate.gateway.telemetry.trace_export import TraceExporter, TraceResult
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.transfer_params import KEY, TransferParamsFilter
+from moongate.gateway.proxy.transfer_params import KEY, TransferParamsFilter
 
 SECRET = {
     "remote_host": "10.0.0.7",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.usage import TAIL_BYTES, UsageReader
+from moongate.gateway.dialects.usage import TAIL_BYTES, UsageReader
 
 USAGE = (
     b'"usage":{"prompt_tokens":64,"total_tokens":65,"completion_tokens":1,'

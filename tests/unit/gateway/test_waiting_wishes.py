@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.body import parse_body
+from moongate.gateway.dialects.body import parse_body
+from moongate.gateway.dialects.routes import PROXIED
 from moongate.gateway.errors import GatewayError
-from moongate.gateway.routes import PROXIED
-from moongate.gateway.waiting_wishes import WaitingWishes, read_wishes
+from moongate.gateway.proxy.waiting_wishes import WaitingWishes, read_wishes
 
 CHAT = PROXIED["/v1/chat/completions"]
 

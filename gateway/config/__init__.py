@@ -1,0 +1,1 @@
+"""The configuration file: its settings, and what a reload changes."""

@@ -1,0 +1,1 @@
+"""The engines: who they are, how they are, what their KV caches hold."""

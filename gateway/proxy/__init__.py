@@ -1,0 +1,1 @@
+"""The way of one proxied request: read, route, forward, relay."""

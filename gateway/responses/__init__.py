@@ -1,0 +1,1 @@
+"""Stored, continued and background responses."""

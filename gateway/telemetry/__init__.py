@@ -1,0 +1,1 @@
+"""What is told of what happened: metrics, receipts, traces, logs."""
