@@ -46,7 +46,6 @@ from moongate.gateway.prompts.divergence import Divergence, Divergences
 from moongate.gateway.prompts.prompt import PromptPipeline
 from moongate.gateway.proxy.hotpath import HotPath
 from moongate.gateway.replicas.peering import Peering
-from moongate.gateway.replicas.rate_sharing import RateSharing
 from moongate.gateway.replicas.shared_rates import SharedRates
 from moongate.gateway.replicas.shared_registry import SharedRegistry
 from moongate.gateway.replicas.shared_state import SharedState
@@ -355,7 +354,7 @@ class Gateway:
         state = self._state or self._hub
         if state is None:
             return
-        counters = RateSharing(SharedRates(state))
+        counters = SharedRates(state)
         self._opened.push_async_callback(counters.close)
         self.access.rates = counters
         peering = Peering(self.driver, state, self._peer)

@@ -133,6 +133,10 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path == PAGE or path.startswith(f"{PAGE}/")
 
 
+_ADMITTED_BEFORE = Verdict({})
+"""Of what is computed for a request that was let in, and answered, before."""
+
+
 class Meter:
     """What one request takes of its tenant's rates.
 
@@ -203,8 +207,8 @@ class Meter:
     def _settle(self, tokens: int) -> None:
         tenant = self._tenant
         if self.counts_tokens and tokens != self._counted:
-            more = tokens - self._counted
-            self._rates.settle(tenant.rate_name, tenant.limits, more, self._clock())
+            more, verdict = tokens - self._counted, self._verdict or _ADMITTED_BEFORE
+            self._rates.settle(tenant.rate_name, tenant.limits, more, self._clock(), verdict)
         self._counted = tokens
 
 

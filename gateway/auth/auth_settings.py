@@ -23,6 +23,8 @@ KEYS_MAX = 1000
 KEY = re.compile(r"^[!-~]{1,512}$")
 """Visible ASCII: what a header can hold without being quoted."""
 
+_ONE_KEY = "expected one key of visible ASCII characters, 512 at most: no space, no line end"
+
 KEY_FILE_BYTES_MAX = 4096
 PerMinute = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
@@ -67,9 +69,7 @@ class KeySettings(Section):
             key = _read_file(self.key_file or "")
         if not KEY.fullmatch(key):
             # What it holds is not told.
-            raise KeyUnreadable(
-                f"{self.source}: expected one key of visible ASCII characters, 512 at most"
-            )
+            raise KeyUnreadable(f"{self.source}: {_ONE_KEY}")
         return key
 
 
@@ -98,6 +98,8 @@ class AuthSettings(Section):
         for name, variable in (("admin_key_env", self.admin_key_env), ("salt_env", self.salt_env)):
             if variable is not None and not os.environ.get(variable):
                 raise ValueError(f"{name}: the variable {variable} is not set")
+        if self.admin_key_env is not None and not KEY.fullmatch(os.environ[self.admin_key_env]):
+            raise ValueError(f"admin_key_env {self.admin_key_env}: {_ONE_KEY}")
         seen: dict[str, str] = {}
         if self.admin_key_env is not None:
             seen[os.environ[self.admin_key_env]] = f"admin_key_env {self.admin_key_env}"

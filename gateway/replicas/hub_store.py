@@ -158,18 +158,17 @@ class HubStore:
         count = int(arguments[0])
         keys, how, given = arguments[1 : 1 + count], arguments[1 + count], arguments[2 + count :]
         numbers = [*map(float, given)]
-        if not keys or len(numbers) != 4 * count:
+        if not keys or len(numbers) != 3 * count:
             raise ValueError(numbers)
-        draws = [numbers[n : n + 4] for n in range(0, len(numbers), 4)]  # cost, needed, rate, burst
+        draws = [numbers[n : n + 3] for n in range(0, len(numbers), 3)]  # cost, rate, burst
         levels: list[float] = []
-        for key, (_, _, rate, burst) in zip(keys, draws, strict=True):
+        for key, (_, rate, burst) in zip(keys, draws, strict=True):
             entry = self._find(key, now)
             text = _string_of(entry).decode() if entry is not None else f"{burst} {now}"
             level, at = map(float, text.split())
             levels.append(min(burst, level + max(0.0, now - at) * rate))
-        has_enough = all(level >= d[1] for level, d in zip(levels, draws, strict=True))
-        is_taken = has_enough or how == b"settle"
-        for n, (key, (cost, _, rate, burst)) in enumerate(zip(keys, draws, strict=True)):
+        is_taken = all(level >= 1.0 for level in levels) or how == b"settle"
+        for n, (key, (cost, rate, burst)) in enumerate(zip(keys, draws, strict=True)):
             if is_taken:
                 levels[n] = min(burst, levels[n] - cost)
             ends_at = now + (burst - levels[n]) / rate + 1.0

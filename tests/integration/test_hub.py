@@ -14,8 +14,9 @@ from live_gateway import until
 from redis.asyncio.client import Pipeline
 from redis_process import RedisProcess, needs_redis
 
+from moongate.gateway.auth.rates import Measure, RateLimits, Verdict
 from moongate.gateway.replicas.hub import Hub
-from moongate.gateway.replicas.shared_rates import Draw, LocalRates, SharedRates
+from moongate.gateway.replicas.shared_rates import SharedRates
 from moongate.gateway.replicas.shared_state import SILENCE_S, SharedState, StateRefused
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -118,43 +119,82 @@ async def test_messages_come_to_all_who_listen(state: SharedState) -> None:
     assert sorted(heard) == [("one", message), ("other", message)]
 
 
+FIVE_A_SECOND = RateLimits(requests_per_minute=300)
+TEN_A_MINUTE = RateLimits(requests_per_minute=10)
+
+
 async def test_a_rate_is_kept_by_all_together(state: SharedState) -> None:
     one, other = SharedRates(state), SharedRates(state)
-    taken = [await rates.take("t", 1, 5.0, 10.0, now) for now in range(6) for rates in (one, other)]
-    assert [t.is_allowed for t in taken[:10]] == [True] * 10
-    refused = next(t for t in taken if not t.is_allowed)
+    verdicts = [
+        await rates.take("t", TEN_A_MINUTE, 0, 0.0) for _ in range(6) for rates in (one, other)
+    ]
+    assert [v.lacking for v in verdicts] == [None] * 10 + [Measure.REQUESTS] * 2
+    assert not any(v.is_alone for v in verdicts)
+    assert 5.0 < verdicts[-1].retry_after_s <= 6.0
+    for _ in range(300):
+        await one.take("u", FIVE_A_SECOND, 0, 0.0)
+    refused = await until_refused(other, "u", FIVE_A_SECOND)
     assert 0 < refused.retry_after_s <= 0.2
     await asyncio.sleep(refused.retry_after_s + 0.01)
-    assert (await one.take("t", 1, 5.0, 10.0, 0.0)).is_allowed
-    assert (await one.take("u", 100, 5.0, 10.0, 0.0)).is_allowed  # all that it can hold
-    wait_s = (await other.take("u", 100, 5.0, 10.0, 0.0)).retry_after_s
-    assert 1.5 < wait_s <= 2.0
+    assert (await one.take("u", FIVE_A_SECOND, 0, 0.0)).lacking is None
+
+
+async def until_refused(rates: SharedRates, name: str, limits: RateLimits) -> Verdict:
+    while True:
+        verdict = await rates.take(name, limits, 0, 0.0)
+        if verdict.lacking is not None:
+            return verdict
 
 
 async def test_a_request_draws_on_several_buckets_or_on_none(state: SharedState) -> None:
     """Tokens are let through while there is one, may be owed, and are settled afterwards."""
     rates = SharedRates(state)
+    limits = RateLimits(requests_per_minute=3, tokens_per_minute=1000)
 
-    def draws(tokens: float) -> list[Draw]:
-        return [Draw("requests", 1, 1, 0.001, 3), Draw("tokens", tokens, 1, 0.001, 1000)]
+    async def take(tokens: int) -> tuple[Measure | None, list[int]]:
+        verdict = await rates.take("t", limits, tokens, 0.0)
+        return verdict.lacking, [room.remaining // 10 * 10 for room in verdict.rooms.values()][1:]
 
-    assert [round(n) for n in (await rates.draw("t", draws(800), 0.0)).levels] == [2, 200]
-    assert [round(n) for n in (await rates.draw("t", draws(700), 0.0)).levels] == [1, -500]
-    refused = await rates.draw("t", draws(1), 0.0)
-    assert (refused.is_allowed, [round(n) for n in refused.levels]) == (False, [1, -500])
-    assert draws(1)[1].wait_s(refused.levels[1]) == pytest.approx(501_000, rel=0.01)
-    settled = await rates.settle("t", [Draw("tokens", -600, 1, 0.001, 1000)], 0.0)
-    assert (settled.is_allowed, round(settled.levels[0])) == (True, 100)
-    assert (await rates.settle("t", [Draw("tokens", -5000, 1, 0.001, 1000)], 0.0)).levels == (1000,)
-    assert (await rates.draw("u", draws(1), 0.0)).is_allowed
+    assert await take(800) == (None, [200])
+    taken = await rates.take("t", limits, 700, 0.0)
+    refused = await rates.take("t", limits, 1, 0.0)
+    assert refused.lacking is Measure.TOKENS
+    assert refused.rooms[Measure.REQUESTS].remaining == 1  # refused for one, it took of none
+    assert refused.retry_after_s == pytest.approx(30, rel=0.05)
+    rates.settle("t", limits, -600, 0.0, taken)
+    await rates.close()
+    assert await take(0) == (None, [100])
+    rates.settle("t", limits, -5000, 0.0, taken)
+    await rates.close()
+    full = await rates.take("t", limits, 0, 0.0)
+    assert (full.lacking, full.rooms[Measure.TOKENS].remaining) == (Measure.REQUESTS, 1000)
 
 
 async def test_of_many_at_once_just_as_many_are_let_through_as_there_is_room_for(
     state: SharedState,
 ) -> None:
-    rates = [SharedRates(state) for _ in range(4)]
-    taken = await asyncio.gather(*(rates[n % 4].take("t", 1, 0.01, 30, 0.0) for n in range(100)))
-    assert sum(t.is_allowed for t in taken) == 30
+    rates, limits = [SharedRates(state) for _ in range(4)], RateLimits(requests_per_minute=30)
+    verdicts = await asyncio.gather(*(rates[n % 4].take("t", limits, 0, 0.0) for n in range(100)))
+    assert sum(v.lacking is None for v in verdicts) == 30
+
+
+async def test_who_leaves_while_it_is_counted_has_its_tokens_back(state: SharedState) -> None:
+    rates, limits = SharedRates(state), RateLimits(tokens_per_minute=10_000)
+    for _ in range(5):
+        taking = asyncio.create_task(rates.take("t", limits, 1500, 0.0))
+        await asyncio.sleep(0)
+        taking.cancel()
+        assert isinstance((await asyncio.gather(taking, return_exceptions=True))[0], BaseException)
+    await rates.close()
+    await rates.take("t", limits, 20_000, 0.0)  # what is refused isn't given back
+    taking = asyncio.create_task(rates.take("t", limits, 5000, 0.0))
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    await rates.close()
+    found = await rates.take("t", limits, 0, 0.0)
+    assert found.rooms[Measure.TOKENS].remaining == 0
+    assert found.retry_after_s == pytest.approx(60, rel=0.02)  # 10,000 are owed
 
 
 async def test_a_subscription_in_which_nothing_comes_goes_on(state: SharedState) -> None:
@@ -222,34 +262,28 @@ async def test_without_redis_each_gateway_keeps_the_rate_by_itself(tmp_path: Pat
     with RedisProcess(tmp_path) as server:
         state = SharedState(server.url, timeout_s=0.05, clock=time.monotonic)
         await state.start()
-        rates = SharedRates(state)
-        assert (await rates.take("t", 1, 1.0, 2.0, 0.0)).is_allowed
-        assert 0 < server.client().pttl("moongate:rate:{t}:requests") <= 3000
+        rates, limits = (
+            SharedRates(state),
+            RateLimits(requests_per_minute=2, tokens_per_minute=6000),
+        )
+        before = await rates.take("t", limits, 10, 0.0)
+        assert (before.lacking, before.is_alone) == (None, False)
+        key = "moongate:rate:{t}:requests_per_minute:2"
+        assert 30_000 < server.client().pttl(key) <= 31_000
         server.freeze()
         began = time.monotonic()
-        found = [await rates.take("t", 1, 1.0, 2.0, 0.0) for _ in range(4)]
-        assert [t.is_allowed for t in found] == [True, True, False, False]
-        assert found[3].retry_after_s == 1.0
+        found = [await rates.take("t", limits, 10, 0.0) for _ in range(4)]
+        assert [v.lacking for v in found] == [None, None, Measure.REQUESTS, Measure.REQUESTS]
+        assert all(v.is_alone for v in found)
+        assert found[3].retry_after_s == 30.0
         assert time.monotonic() - began < 0.3  # two calls' limit; then it counts as down
         server.thaw()
         await until(lambda: state.is_up)
+        # Each is settled where it was counted.
+        rates.settle("t", limits, -1000, 0.0, found[0])
+        rates.settle("t", limits, 2000, 0.0, before)
+        await rates.close()
+        again = await rates.take("t", limits, 0, 0.0)
+        # Two of the calls that were given up may have been counted when it thawed, at 10 each.
+        assert 3950 < again.rooms[Measure.TOKENS].remaining < 4100
         await state.close()
-
-
-async def test_own_buckets_are_bounded_and_fill_with_time() -> None:
-    rates = LocalRates(buckets_max=2)
-
-    def take(key: str, cost: float, now: float) -> bool:
-        return rates.draw(key, [Draw("requests", cost, cost, 1.0, 2.0)], now).is_allowed
-
-    assert take("a", 2, 10.0)
-    assert not take("a", 2, 11.0)
-    assert take("a", 2, 12.0)
-    assert not take("a", 2, 5.0)  # a clock that falls gives nothing
-    assert [take(key, 1, 12.0) for key in ("b", "c")] == [True, True]
-    assert len(rates) == 2
-    alone = SharedRates(None)
-    assert (await alone.take("a", 1, 1.0, 1.0, 0.0)).is_allowed
-    assert await alone.take("a", 1, 1.0, 1.0, 0.0) == (False, 1.0)
-    owing = await alone.settle("a", [Draw("requests", 5, 1, 1.0, 1.0)], 0.0)
-    assert owing == (True, (-5.0,))

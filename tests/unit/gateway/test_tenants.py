@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moongate.gateway.auth.access import Access
 from moongate.gateway.auth.auth_settings import AuthSettings, KeyUnreadable
 from moongate.gateway.auth.rates import RateLimits
-from moongate.gateway.auth.tenants import ANYBODY, Tenant, Tenants, make_salt
+from moongate.gateway.auth.tenants import ANYBODY, KeyFinder, Tenant, Tenants, make_salt
 from moongate.gateway.errors import GatewayError
 
 KEYS = {"KEY_A": "sk-alpha", "KEY_B": "sk-beta", "KEY_A2": "sk-alpha-2"}
@@ -272,3 +274,16 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_told(
         monkeypatch.setitem(os.environ, "ODD", content)
         with pytest.raises(ValueError, match="key_env ODD: expected one key"):
             settings({"tenant": "a", "key_env": "ODD"})
+        with pytest.raises(ValueError, match="admin_key_env ODD: expected one key") as caught:
+            AuthSettings.model_validate({"admin_key_env": "ODD"})
+
+
+MANY = st.lists(st.text("ab-", min_size=1, max_size=9), max_size=5)
+
+
+@given(MANY, st.text("ab-c", max_size=40), st.integers(0, 40))
+def test_keys_are_found_wherever_they_stand(keys: list[str], text: str, at: int) -> None:
+    finder = KeyFinder(keys)
+    assert finder.is_any_in(text.encode()) == any(key in text for key in keys)
+    for key in keys:
+        assert finder.is_any_in((text[:at] + key + text[at:]).encode())
