@@ -54,6 +54,7 @@ from moongate.gateway.responses.response_sharing import SharedResponses
 from moongate.gateway.responses.response_store import ResponseStore
 from moongate.gateway.responses.response_turns import ResponseTurns
 from moongate.gateway.telemetry.logs import use_format
+from moongate.gateway.telemetry.merged_metrics import NOTHING
 from moongate.gateway.telemetry.metrics import Metrics
 from moongate.gateway.telemetry.otlp import resource
 from moongate.gateway.telemetry.recent_turns import RecentTurns
@@ -122,6 +123,7 @@ class Gateway:
         chance = random.Random(secrets.randbits(64) if seed is None else seed)  # noqa: S311
         self._peer = PeerId(make_request_id())
         self._hub_path = hub
+        self._has_looked = False  # this worker, at its instances
         self._hub: SharedState | None = None
         has_peers = settings.state.kind != "memory" or hub is not None
         self.core = make_core(settings, chance.randrange, self._peer if has_peers else None)
@@ -242,6 +244,7 @@ class Gateway:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WORKER_READY_S):
                     await self._until_ready()
+            self._has_looked = True
 
     def _make_reloader(
         self,
@@ -372,7 +375,12 @@ class Gateway:
         if self._hub is None:
             return None
         views = WorkerViews(self._hub, self._peer)
-        views.sources["metrics"] = metrics.tell
+
+        async def tell(argument: bytes) -> bytes:
+            # What isn't up for one that hasn't looked yet would be down for all.
+            return await metrics.tell(argument) if self._has_looked else NOTHING
+
+        views.sources["metrics"] = tell
         self._opened.push_async_callback(views.close)
         views.start()
         return views

@@ -65,6 +65,9 @@ class Family(msgspec.Struct, array_like=True, frozen=True):
 encode = msgspec.msgpack.Encoder().encode
 read = msgspec.msgpack.Decoder(list[Family]).decode
 
+NOTHING = encode([])
+"""Of a worker that has nothing to tell."""
+
 
 def snapshot(registry: CollectorRegistry) -> list[Family]:
     """Return all metrics as they are."""

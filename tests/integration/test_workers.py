@@ -266,10 +266,11 @@ async def test_a_worker_that_crashes_comes_again_and_its_load_is_free_at_once(
 
         async def is_back() -> bool:
             pids = gateway.pids()
-            return len(pids) == 2 and victim not in pids and other in pids
+            assert (await gateway.metrics())['moongate_instance_up{instance="a"}'] == 1
+            is_other = len(pids) == 2 and victim not in pids and other in pids
+            return is_other and await _are_all_ready(gateway, 3)
 
-        await until(is_back)
-        await until(lambda: _are_all_ready(gateway, 3), START_S)
+        await until(is_back, START_S)
         found = await gateway.metrics()
         assert found["moongate_e2e_seconds_count"] >= before + 16 - lost
         assert found['moongate_inflight_requests{instance="a"}'] == 0
