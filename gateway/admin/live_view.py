@@ -95,6 +95,7 @@ class LiveView:
             "models": sorted(cards)[:8],
             "is_draining": self._readiness.is_draining,
             "unready_reasons": reasons,
+            "others": len(self._driver.core.peers),  # gateways that tell this one of their load
         }
 
     def _totals(self) -> Part:

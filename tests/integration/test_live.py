@@ -8,12 +8,14 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from live_gateway import LiveGateway, live_gateway, until
 from pd_fleet import pd_fleet
+from redis_process import RedisProcess, needs_redis
 
 from moongate.gateway.admin.live_view import DECISIONS_SHOWN_MAX, KEY_CHARS_MAX, SESSIONS_SHOWN_MAX
 from moongate.simulator.server import SimEngine, SimEngineConfig
@@ -74,6 +76,19 @@ async def test_what_it_shows_is_what_the_metrics_say(engine: SimEngine) -> None:
         delivered = await gateway.metric("moongate_delivered_cached_tokens_total")
         assert totals["delivered_cached_tokens"] == delivered > 0
         assert totals["turns_seen"] == await gateway.metric("moongate_ttft_seconds_count")
+
+
+@needs_redis
+async def test_one_of_several_gateways_says_so(engine: SimEngine, tmp_path: Path) -> None:
+    with RedisProcess(tmp_path) as server:
+        state = {"kind": "redis", "url": server.url}
+        async with live_gateway([engine.url], state=state) as one:
+            assert (await first_state(one))["gateway"]["others"] == 0
+            async with live_gateway([engine.url], state=state) as other:
+                for gateway in (one, other):
+                    async with watching(gateway) as states, asyncio.timeout(5.0):
+                        while (await anext(states))["gateway"]["others"] != 1:
+                            pass
 
 
 async def test_a_session_shows_who_holds_it_and_its_turn_what_became_of_it(

@@ -37,7 +37,8 @@ function takeFrame(frame) {
 
 function show(now) {
   const { gateway, totals, instances, sessions, decisions, slowest, divergences, reuse } = parts;
-  setText(byId("about"), `${gateway.version} \u00b7 policy ${gateway.policy} \u00b7 ${gateway.models.join(", ") || "no model"} \u00b7 up ${ago(now)}`);
+  const alone = gateway.others ? ` \u00b7 one of ${gateway.others + 1} gateways, whose own turns are shown` : "";
+  setText(byId("about"), `${gateway.version} \u00b7 policy ${gateway.policy} \u00b7 ${gateway.models.join(", ") || "no model"} \u00b7 up ${ago(now)}${alone}`);
   showNumbers(totals);
   showBanner(gateway);
   lanes.note(decisions);
