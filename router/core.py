@@ -197,7 +197,7 @@ class RouterCore:
                 c for c in commands
                 if not isinstance(c, Hold) or admission.is_waiting(c.request_id)
             ]  # fmt: skip
-        return [*commands, *self.outbox.take(), *self._schedule(event, now)]
+        return [*commands, *self.outbox.take(), *self._schedule(now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -295,22 +295,16 @@ class RouterCore:
     def _woke(self, now: float) -> list[Command]:
         self._wake_at = None
         commands: list[Command] = []
-        for source, _ in list(self.sources):
-            commands += self.sources.woke(
-                source, self._requests.get_instance(source.instance_id), now
-            )
+        for source in self.sources.take_due(now):
+            instance = self._requests.get_instance(source.instance_id)
+            commands += self.sources.woke(source, instance, now)
         return commands
 
-    def _schedule(self, event: Event, now: float) -> list[Command]:
+    def _schedule(self, now: float) -> list[Command]:
         """Ask for a wake-up if something is due before the one already asked for."""
-        at = _earliest(self.index.next_expiry(), self.peers.next_expiry())
+        at = _earliest(self.index.next_expiry(), self.peers.next_expiry(), self.sources.next_wake())
         if self.admission is not None and self.admission.has_waiting:
             at = _earliest(at, self.admission.next_expiry())
-        if isinstance(event, WakeUp):
-            at = _earliest(at, *(state.feed.next_wake() for _, state in self.sources))
-        elif isinstance(event, SourceEvent):
-            state = self.sources.find(event.source)
-            at = _earliest(at, state.feed.next_wake() if state is not None else None)
         if at is None or (self._wake_at is not None and self._wake_at <= at):
             return []
         self._wake_at = max(at, now)

@@ -6,6 +6,7 @@ and each source's blocks are attributed to a holder.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -48,6 +49,7 @@ class SourceState:
     rank: int | None
     ledger: Ledger
     noted: Standing | None = None  # its standing when it was last looked at
+    wakes_at: float | None = None  # when it is looked at again; it may turn out to be due later
 
     @property
     def standing(self) -> Standing:
@@ -64,6 +66,8 @@ class Sources:
         self._index = index
         self._settling = settling
         self._by_instance: dict[InstanceId, dict[SourceId, SourceState]] = {}
+        # A heap. With each batch a source is due later: it is looked at when it was first, and then put back.
+        self._wakes: list[tuple[float, SourceId]] = []
         self.changes = 0
 
     def __iter__(self) -> Iterator[tuple[SourceId, SourceState]]:
@@ -122,6 +126,27 @@ class Sources:
             case _:
                 assert_never(event)
         return self._perform(event.source, state, instance, actions)
+
+    def take_due(self, now: float) -> list[SourceId]:
+        """Return the sources that may have something to do now: let each of them know that it `woke`."""
+        due: list[SourceId] = []
+        while (at := self.next_wake()) is not None and at <= now:
+            _, source = heapq.heappop(self._wakes)
+            state = self.find(source)
+            assert state is not None, source
+            state.wakes_at = None
+            due.append(source)
+        return due
+
+    def next_wake(self) -> float | None:
+        """Return when the first source may have something to do. Cost: O(1), rarely O(log sources)."""
+        while self._wakes:
+            at, source = self._wakes[0]
+            state = self.find(source)
+            if state is not None and state.wakes_at == at:
+                return at
+            heapq.heappop(self._wakes)
+        return None
 
     def woke(self, source: SourceId, instance: InstanceState, now: float) -> list[Command]:
         """Let a source do what is due."""
@@ -195,6 +220,10 @@ class Sources:
         if standing != state.noted:
             state.noted = standing
             self.changes += 1
+        at = state.feed.next_wake()
+        if at is not None and (state.wakes_at is None or at < state.wakes_at):
+            state.wakes_at = at
+            heapq.heappush(self._wakes, (at, source))
         return commands
 
     def _apply(self, state: SourceState, event: KvEvent) -> None:

@@ -464,6 +464,7 @@ class History:
                 case _:
                     pass
         self._check_held(event)
+        self._check_wake()
 
     def _check_held(self, event: Event) -> None:
         """Check that those that wait are those that the core holds, and that none of them could start."""
@@ -518,6 +519,12 @@ class History:
                 assert expires_at > self.now
                 masks[block] += bit
         assert masks == index._predicted_masks
+
+    def _check_wake(self) -> None:
+        """Check that the core has asked to be woken when a source has something to do, or before."""
+        due = [state.feed.next_wake() for _, state in self.core.sources]
+        for at in due:
+            assert at is None or (self.wake_at is not None and self.wake_at <= max(at, self.now))
 
     def _check_attribution(self) -> None:
         """Check that each source speaks for the holder that its rank stands for now."""
