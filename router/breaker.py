@@ -4,8 +4,10 @@ Theory of operation. Closed, it lets everything through. It opens at a failure t
 another instance served the very request; or, of failures that prove nothing by themselves (an answer broken
 off), at so many in a row. Open, it lets nothing through until its back-off ends. Then it is half open: one
 request at a time is let through as a trial. A trial that is answered closes it; one that fails opens it for
-twice as long. What a client does (leaving) or is to blame for (4xx) is neither a failure nor a success; a
-trial that ends so makes room for another.
+twice as long. One whose stream has begun closes it on trust, since its end may be minutes away: until an answer
+has come whole, the first that is broken off opens it again, for twice as long. What a client does (leaving) or is
+to blame for (4xx) is neither a failure nor a success; a trial that ends so makes room for another, and so does
+one of which nothing has come for long.
 
 Invariants: a trial only where it isn't closed; the back-off within its bounds.
 """
@@ -24,6 +26,10 @@ class BreakerState(IntEnum):
     CLOSED = 0
     HALF_OPEN = 1
     OPEN = 2
+
+
+TRIAL_S = 10.0
+"""After so long without a first byte another trial is let through: this one's prompt may be long, or its connection dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ class Breaker:
     open_until: float | None = None  # the end of the back-off; None: closed
     back_off_s: float = 0.0  # the last one; 0: it has been closed since
     trial: RequestId | None = None  # the request that is out to find out whether it works again
+    trial_until: float = 0.0  # for so long no other is
     failures: int = 0  # in a row, that prove nothing by themselves
     openings: int = 0
 
@@ -63,7 +70,7 @@ class Breaker:
         """Tell whether a request may be given to the instance now."""
         if self.open_until is None:
             return True
-        return now >= self.open_until and self.trial is None
+        return now >= self.open_until and (self.trial is None or now >= self.trial_until)
 
     # --- what became of requests ------------------------------------------------------------------
 
@@ -89,12 +96,20 @@ class Breaker:
         self.open_until, self.back_off_s, self.trial, self.failures = None, 0.0, None, 0
         return not was_closed
 
+    def began(self, request_id: RequestId) -> bool:
+        """A stream has begun. Return whether it closed."""
+        if self.trial != request_id:
+            return False
+        self.open_until, self.trial = None, None
+        self.failures = self.limits.failures_max - 1
+        return True
+
     # --- trials -----------------------------------------------------------------------------------
 
-    def begin_trial(self, request_id: RequestId) -> None:
-        """Note where this request goes: when not closed, and without a trial yet, it is the trial."""
-        if self.open_until is not None and self.trial is None:
-            self.trial = request_id
+    def begin_trial(self, request_id: RequestId, now: float) -> None:
+        """Note where this request goes: when not closed, it is the trial, unless one is out that may yet succeed."""
+        if self.open_until is not None and (self.trial is None or now >= self.trial_until):
+            self.trial, self.trial_until = request_id, now + TRIAL_S
 
     def end_trial(self, request_id: RequestId) -> None:
         if self.trial == request_id:

@@ -189,7 +189,7 @@ class Requests:
         instance = self.get_instance(holder.instance_id)
         self._forwards += 1
         instance.last_chosen[holder] = self._forwards
-        instance.breaker.begin_trial(request.id)
+        instance.breaker.begin_trial(request.id, now)
         reused_tokens = chosen.overlap_tokens + (chosen.pool_tokens if computes else 0)
         lacking_tokens = max((request.prompt_tokens or 0) - reused_tokens, 0)
         prefill_tokens = lacking_tokens if computes else 0
@@ -280,6 +280,12 @@ class Requests:
         is_own = tracked.handed_over_tokens is None and leg.fetching is None
         if event.shows_prefill and is_own and instance is not None:
             self.fleet.observe_first_byte(instance, leg.work_tokens, elapsed_ms)
+        if (
+            event.shows_prefill
+            and instance is not None
+            and instance.breaker.began(tracked.request.id)
+        ):
+            self.candidates.reset()
         self.loads.end_prefill(leg.reservation)
         self.candidates.touch(leg.holder)
 

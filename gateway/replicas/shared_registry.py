@@ -3,7 +3,7 @@ them happens at all.
 
 What one gateway says of an instance is a whole standing with a version, and the latest version holds
 everywhere, in whichever order they come (a version is the time of the last operator's act that it goes by,
-then the time at which it was made, then the gateway's name). So an engine that renews its lease at a gateway
+then the time at which it was made, both by Redis' clock, then the gateway's name). So an engine that renews its lease at a gateway
 which hasn't heard yet of a drain or a removal undoes neither. A change goes out as a message at once and lies in a hash beside; each gateway reads the hash every
 few seconds, so what was lost heals, and one that starts finds what is there. What the hash has lost, or has
 too old, is put there again by whoever knows it.
@@ -94,6 +94,8 @@ class SharedRegistry:
         self._changed: dict[InstanceId, None] = {}
         self._wake = asyncio.Event()
         self._heard_at: float | None = None
+        # Redis' clock of ours: all gateways go by that one. None: nothing was read yet.
+        self._ahead_s: float | None = None
         self._following: asyncio.Task[None] | None = None
         self._log = OccasionalLog(logger, clock)
 
@@ -108,6 +110,9 @@ class SharedRegistry:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
 
+    def _shared_time_s(self) -> float:
+        return self._wall_clock() + (self._ahead_s or 0.0)
+
     def _are_leases_known(self) -> bool:
         """Tell whether what others renewed has been heard of lately, and for long enough."""
         now = self._clock()
@@ -120,7 +125,7 @@ class SharedRegistry:
         """Something happened to an instance here: it is the latest that this gateway knows."""
         standing = self._roster.standing(instance_id)
         known = self._known.get(instance_id)
-        made_ms = round(self._wall_clock() * 1000)
+        made_ms = round(self._shared_time_s() * 1000)
         ordered_ms = made_ms if by is By.OPERATOR else 0
         if known is not None:
             made_ms = max(made_ms, known.made_ms + 1)
@@ -143,11 +148,11 @@ class SharedRegistry:
         refresh_at = self._clock()
         while True:
             try:
-                if self._changed:
-                    await self._tell()
                 if self._clock() >= refresh_at:
                     refresh_at = self._clock() + REFRESH_S
                     await self._refresh()
+                if self._changed and self._ahead_s is not None:
+                    await self._tell()
             except StateUnavailable:
                 await asyncio.sleep(0.1)
             except Exception:
@@ -180,9 +185,15 @@ class SharedRegistry:
 
     async def _refresh(self) -> None:
         """Read all, and put back what is missing there. Raises: StateUnavailable."""
-        found, _ = await self._state.tell(
-            lambda pipeline: (pipeline.hgetall(KEY), pipeline.expire(KEY, KEPT_S))
-        )
+
+        def ask(pipeline: Pipeline) -> None:
+            pipeline.hgetall(KEY)
+            pipeline.expire(KEY, KEPT_S)
+            if not self._state.is_hub:  # else all are on one machine
+                pipeline.time()
+
+        found, _, *times = await self._state.tell(ask)
+        self._set_clock([seconds + microseconds / 1e6 for seconds, microseconds in times])
         versions: dict[str, tuple[int, int, str]] = {}
         for value in [*found.values()][:RECORDS_MAX]:
             told = self._hear(value)
@@ -201,8 +212,22 @@ class SharedRegistry:
         if self._changed:
             self._wake.set()
 
+    def _set_clock(self, times_s: list[float]) -> None:
+        """Go by this time, if there is one, from now on; what happened here before is told by it too."""
+        is_first, now = self._ahead_s is None, self._wall_clock()
+        self._ahead_s = times_s[0] - now if times_s else 0.0
+        if not is_first:
+            return
+        ahead_ms = round(self._ahead_s * 1000)
+        for name, told in self._known.items():
+            ordered_ms = told.ordered_ms + ahead_ms if told.ordered_ms else 0
+            self._known[name] = msgspec.structs.replace(
+                told, made_ms=told.made_ms + ahead_ms, ordered_ms=ordered_ms
+            )
+
     def _heard(self, value: bytes) -> None:
-        self._hear(value)
+        if self._ahead_s is not None:  # else it is about to read all there is
+            self._hear(value)
 
     def _hear(self, value: bytes) -> _Told | None:
         """Take in what another gateway says. Return it, None if it can't be read."""
@@ -229,7 +254,7 @@ class SharedRegistry:
 
     def _is_stale(self, told: _Told) -> bool:
         """Tell whether nobody can need it any more: its lease is long over, or it is long gone."""
-        age_s = self._wall_clock() - told.made_ms / 1000
+        age_s = self._shared_time_s() - told.made_ms / 1000
         if told.is_leaving:
             return age_s > STALE_S + told.barred_s
         if not told.record:

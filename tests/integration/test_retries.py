@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fake_engine import FakeEngine, Handler, Received, chat_answer
 from live_gateway import LiveGateway, live_gateway, until
@@ -135,6 +137,39 @@ async def test_c49_an_instance_that_fails_is_tried_again_by_one_request_at_a_tim
                 assert (await gateway.chat()).status_code == 200
             assert len(a.received) == 2
             assert await gateway.metric("moongate_breaker_state", instance="a") == 0
+
+
+async def test_a_trial_that_streams_for_long_keeps_nobody_out() -> None:
+    may_end = asyncio.Event()
+
+    async def stream(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(b'data: {"choices":[]}\n\n')
+        await may_end.wait()
+        await request.send_chunk(b"data: [DONE]\n\n")
+        await request.send_chunk(b"")
+
+    breaker = {"open_s": 0.3}
+    async with FakeEngine(refusing(503)) as a, FakeEngine() as b:
+        urls = [a.url, b.url]
+        async with live_gateway(urls, policy={"name": "round_robin"}, breaker=breaker) as gateway:
+            for _ in range(2):
+                assert (await gateway.chat()).status_code == 200
+            await until(lambda: _is_half_open(gateway))
+            a.handler = stream
+            streams = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
+            await until(lambda: len(a.received) == 2)
+            await until(lambda: _is_closed(gateway))
+            a.handler = refusing(200, chat_answer())
+            for _ in range(4):
+                assert (await gateway.chat()).status_code == 200
+            assert len(a.received) == 4
+            may_end.set()
+            assert {(await stream).status_code for stream in streams} == {200}
+
+
+async def _is_closed(gateway: LiveGateway) -> bool:
+    return await gateway.metric("moongate_breaker_state", instance="a") == 0
 
 
 async def _is_half_open(gateway: LiveGateway) -> bool:

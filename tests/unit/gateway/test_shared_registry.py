@@ -21,10 +21,11 @@ RECORD = Announced(id="e", url="http://127.0.0.1:1", lease_s=60.0)
 class Redis:
     """A hash that both write, and messages that arrive when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.kept: dict[str, bytes] = {}
         self.on_message: list[Callable[[bytes], None]] = []
-        self.is_up, self.up_since = True, 0.0
+        self.is_up, self.up_since, self.is_hub = True, 0.0, False
         self.messages: list[bytes] = []
 
     def listen(self, _: str, on_message: Callable[[bytes], None]) -> None:
@@ -32,7 +33,7 @@ class Redis:
 
     async def tell(self, commands: Callable[[Any], object]) -> list[Any]:
         commands(self)
-        return [dict(self.kept), True]
+        return [dict(self.kept), True, (self.clock(), 0)]
 
     async def publish(self, _: str, message: bytes) -> bool:
         self.messages.append(message)
@@ -44,8 +45,14 @@ class Redis:
     def hgetall(self, _: str) -> None:
         """`tell` answers."""
 
+    def hdel(self, _: str, name: str) -> None:
+        self.kept.pop(name, None)
+
     def expire(self, _: str, __: int) -> None:
         """Nothing expires here."""
+
+    def time(self) -> None:
+        """`tell` answers."""
 
 
 class Replica:
@@ -81,13 +88,18 @@ async def _play(
 
     A step: what is done ("renew", "drain", "undrain", "hear"), and at which gateway.
     """
-    times = iter(range(1, 1_000_000))
-    redis = Redis()
-    replicas = [Replica(name, redis, lambda: next(times) * seconds_apart) for name in "ab"]
+    now = 1000.0
+
+    def clock() -> float:
+        return now
+
+    redis = Redis(clock)
+    replicas = [Replica(name, redis, clock) for name in "ab"]
     said = None
     for replica in replicas:
         replica.registry.start()
     for step, at in steps:
+        now += seconds_apart
         if step == "renew":
             replicas[at].renew()
         elif step == "hear":
@@ -128,3 +140,24 @@ def test_what_an_operator_said_last_holds_everywhere(
 ) -> None:
     said, held = asyncio.run(_play(steps, seconds_apart))
     assert held == ({said} if said is not None else {False})
+
+
+def test_clocks_may_differ_by_hours() -> None:
+    async def told_across(hours: float, *, knows_time: bool) -> tuple[bool, bool]:
+        redis = Redis(lambda: 1e9 + 60.0)
+        behind = Replica("a", redis, lambda: 1e9)
+        ahead = Replica("b", redis, lambda: 1e9 + hours * 3600)
+        for replica in (behind, ahead):
+            replica.registry.start()
+        if knows_time:
+            await asyncio.sleep(0.01)
+        behind.renew()
+        await asyncio.sleep(0.01)
+        await ahead.registry._refresh()
+        for replica in (behind, ahead):
+            await replica.registry.close()
+        return ahead.now.record is not None, bool(redis.kept)
+
+    for hours in (2.0, -2.0):
+        for knows_time in (True, False):  # of Redis, before it hears of the engine
+            assert asyncio.run(told_across(hours, knows_time=knows_time)) == (True, True)
