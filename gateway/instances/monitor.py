@@ -80,10 +80,10 @@ class Monitor:
         self._driver.handle(InstanceAdded(link.spec))
         watch.task = asyncio.create_task(self._watch(watch))
 
-    def change(self, link: Link) -> None:
+    def change(self, link: Link, announced: Mapping[str, Any] = NOTHING_ANNOUNCED) -> None:
         """Go on with an instance by other settings: it keeps its work, and is described again now."""
         watch = self._watches[link.id]
-        watch.link = link
+        watch.link, watch.announced = link, announced
         self._driver.handle(InstanceChanged(link.spec))
         watch.describe_anew()
 

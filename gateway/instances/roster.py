@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, NamedTuple
@@ -80,6 +80,7 @@ class Change(Enum):
 
     ADDED = "added"
     RENEWED = "renewed"
+    CHANGED = "changed"  # it goes on by other settings
     REPLACED = "replaced"
 
 
@@ -383,13 +384,16 @@ class Roster:
                 entry.takeover = takeover
         self._look()
 
-    def _change(self, instance: InstanceSettings, origin: Origin) -> None:
+    def _change(
+        self, instance: InstanceSettings, origin: Origin, record: Announced | None = None
+    ) -> None:
         """Let an instance go on by other settings, and of this origin; it stays if it was to go."""
         link = self._links.change(instance)
-        entry = self._entries[link.id]
-        self._entries[link.id] = _Entry(instance, origin, is_drained=entry.is_drained)
-        self._set_draining(link.id, is_draining=entry.is_drained)
-        self._monitor.change(link)
+        is_drained = self._entries[link.id].is_drained
+        expires_at = self._expiry(record) if record is not None else None
+        self._entries[link.id] = _Entry(instance, origin, record, expires_at, is_drained)
+        self._set_draining(link.id, is_draining=is_drained)
+        self._monitor.change(link, _facts_of(record))
         logger.info("instance %s goes on by other settings", link.id)
 
     # --- discovery --------------------------------------------------------------------------------
@@ -441,6 +445,9 @@ class Roster:
         if entry is not None and entry.record == record and entry.leaves_by is None:
             entry.origin, entry.expires_at = origin, self._expiry(record)
             return Change.RENEWED
+        if entry is not None and not entry.is_going and self._is_same_engine(record):
+            self._change(record.settings, origin, record)
+            return Change.CHANGED
         # Opened first: if that fails, nothing has changed.
         link = self._links.open(record.settings)
         if entry is not None:
@@ -487,21 +494,20 @@ class Roster:
         self._links.add(link)
         expires_at = self._expiry(record) if record is not None else None
         self._entries[link.id] = _Entry(link.settings, origin, record, expires_at)
-        announced = record.model_dump(exclude_none=True) if record is not None else {}
-        self._monitor.watch(link, announced)
+        self._monitor.watch(link, _facts_of(record))
         logger.info("instance %s came: %s", link.id, link.settings.url)
 
     def _remove(self, instance_id: InstanceId) -> None:
-        """Forget an instance now; what it has under way may still end."""
-        del self._entries[instance_id]
+        """Forget an instance now; what it has under way may still end, within one drain limit in all."""
+        entry, limit_s = self._entries.pop(instance_id), self._live.current.drain.limit_s
+        if entry.leaves_by is not None:
+            limit_s = max(0.0, entry.leaves_by - self._clock())
         reservations = self._driver.core.loads.reservations
         given = [key for key, r in reservations.items() if r.holder.instance_id == instance_id]
         self._monitor.unwatch(instance_id)
         link = self._links.remove(instance_id)
         closing = asyncio.create_task(
-            link.close_when_idle(
-                self._live.current.drain.limit_s, lambda: any(key in reservations for key in given)
-            )
+            link.close_when_idle(limit_s, lambda: any(key in reservations for key in given))
         )
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -540,6 +546,10 @@ class Roster:
         instance = core.fleet.find(instance_id)
         holders = instance.holders if instance is not None else ()
         return not any(core.loads.get_own(holder).active_requests for holder in holders)
+
+
+def _facts_of(record: Announced | None) -> Mapping[str, Any]:
+    return record.model_dump(exclude_none=True) if record is not None else {}
 
 
 def read_record(body: Any, instance_id: str | None = None) -> Announced:

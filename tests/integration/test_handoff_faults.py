@@ -206,7 +206,7 @@ async def test_a_decode_instance_replaced_while_the_prompt_is_computed_gets_its_
         await until(lambda: sum(i.facts is not None for i in fleet.gateway.core.fleet) == 2)
         asking = asyncio.create_task(fleet.complete())
         await until(lambda: fleet.prefill[0].received)
-        changed = {**instance("d0", fleet.decode[0], Role.DECODE), "weight": 2.0}
+        changed = {**instance("d0", fleet.decode[0], Role.DECODE), "block_size": 16}
         answer = await fleet.gateway.client.put("/admin/instances/d0", json=changed)
         assert answer.json() == {"change": "replaced"}
         assert not fleet.decode[0].received

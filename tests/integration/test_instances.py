@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from fake_engine import FakeEngine, Received
 from live_gateway import LiveGateway, live_gateway, until
 from pd_fleet import SLOW_DECODE, running
 
 from moongate.engine_plugins.registrar import Announcement, Announcer
+from moongate.router import InstanceId
 from moongate.simulator.server import SimEngine, SimEngineConfig
 
 Pair = tuple[SimEngine, SimEngine]
@@ -120,19 +122,69 @@ async def test_a_drained_instance_can_come_back(pair: Pair) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_changed_record_replaces_the_instance(pair: Pair) -> None:
+async def test_a_record_of_another_cache_replaces_the_instance(pair: Pair) -> None:
     async with live_gateway([], instances=[], wait_ready=False) as gateway:
         await gateway.client.put("/admin/instances/e", json=record(pair[0], lease_s=30))
         await until(lambda: _is(gateway, "e", "up"))
         changed = await gateway.client.put(
-            "/admin/instances/e", json=record(pair[0], lease_s=30, weight=2)
+            "/admin/instances/e", json=record(pair[0], lease_s=30, block_size=32)
         )
         assert changed.json() == {"change": "replaced"}
-        await until(lambda: _is(gateway, "e", "up"))
-        await ask(gateway)
-        found = gateway.core.fleet.find("e")  # type: ignore[arg-type]
-        assert found is not None
-        assert found.spec.weight == 2.0
+
+
+@pytest.mark.asyncio
+async def test_what_may_change_under_an_instance_changes_while_it_works() -> None:
+    may_end = asyncio.Event()
+
+    async def stream(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(b'data: {"choices":[]}\n\n')
+        await may_end.wait()
+        await request.send_chunk(b"data: [DONE]\n\n")
+        await request.send_chunk(b"")
+
+    drain = {"limit_s": 0.2}
+    async with FakeEngine(stream) as engine:
+        async with live_gateway([], instances=[], wait_ready=False, drain=drain) as gateway:
+
+            async def put(**fields: Any) -> Any:
+                body = {"url": engine.url, **fields}
+                return (await gateway.client.put("/admin/instances/e", json=body)).json()
+
+            assert await put(lease_s=30) == {"change": "added"}
+            await until(lambda: _is(gateway, "e", "up"))
+            asking = asyncio.create_task(gateway.chat(stream=True))
+            await until(lambda: engine.received)
+            assert await put(lease_s=30, weight=2) == {"change": "changed"}
+            assert await put(lease_s=60, weight=2) == {"change": "changed"}
+            assert await put(lease_s=60, weight=2) == {"change": "renewed"}
+            assert await names(gateway) == {"e": "up"}  # it never was anything else
+            found = gateway.core.fleet.find(InstanceId("e"))
+            assert found is not None
+            assert found.spec.weight == 2.0
+            await asyncio.sleep(2 * drain["limit_s"])
+            may_end.set()
+            answer = await asking
+            assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.asyncio
+async def test_what_a_removed_instance_has_begun_may_end_within_one_drain_limit() -> None:
+    async def stream(request: Received) -> None:
+        await request.start_stream()
+        for _ in range(100):
+            await request.send_chunk(b'data: {"choices":[]}\n\n')
+            await asyncio.sleep(0.1)
+
+    async with FakeEngine(stream) as engine:
+        async with live_gateway([engine.url], drain={"limit_s": 1.5}) as gateway:
+            asking = asyncio.create_task(gateway.chat(stream=True))
+            await until(lambda: engine.received)
+            began = asyncio.get_running_loop().time()
+            assert (await gateway.client.delete("/admin/instances/a")).status_code == 202
+            answer = await asking
+            assert "error" in answer.text
+            assert 1.0 < asyncio.get_running_loop().time() - began < 2.6
 
 
 @pytest.mark.asyncio
@@ -203,7 +255,7 @@ async def test_a_drained_engine_stays_so_whatever_it_announces(pair: Pair) -> No
         await put("/admin/instances/e", json=record(pair[0], lease_s=30))
         await until(lambda: _is(gateway, "e", "up"))
         await post("/admin/instances/e/drain")
-        for change, weight in (("renewed", 1.0), ("replaced", 2.0), ("renewed", 2.0)):
+        for change, weight in (("renewed", 1.0), ("changed", 2.0), ("renewed", 2.0)):
             answer = await put(
                 "/admin/instances/e", json=record(pair[0], lease_s=30, weight=weight)
             )
