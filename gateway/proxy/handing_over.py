@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from moongate.gateway.dialects.messages_bridge import Bridge
 from moongate.gateway.instances.links import Link
 from moongate.gateway.proxy.bootstrap import BootstrapFailed, Bootstraps
 from moongate.gateway.proxy.legs import read_prefill
@@ -70,10 +71,14 @@ class HandoffResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An answer that has begun, and its first bytes (none: it is empty)."""
+    """An answer that has begun, and its first bytes (none: it is empty).
+
+    `bridge`: what it was asked through; None: as the client asked.
+    """
 
     answer: Answer
     first: bytes
+    bridge: Bridge | None = None
 
 
 class PrefillRefused(Exception):

@@ -248,7 +248,6 @@ class _Exchange:
         self._read = NOT_READ
         self._turn: ResponseTurn | None = None  # whose answer is read in passing
         self._renaming: Renaming | None = None  # of a model that has an alias
-        self._bridge: Bridge | None = None  # around what the instance of this attempt hasn't
         self._handoff: HandoffRun | None = None
         self._is_adopted = False  # its hand-off goes on without it
         self._is_stream = False  # of events, and it has begun
@@ -510,7 +509,7 @@ class _Exchange:
                     command = self._report(FailureKind.STATUS, status)
                 elif status == 429 and self._handoff is None:
                     command = self._report(FailureKind.RATE_LIMITED, status)
-                    refusals.keep(Refused(opened, forward, self._bridge))
+                    refusals.keep(Refused(opened, forward))
                     opened = None  # it is closed with the others
                 gives_way = isinstance(command, Forward) or (status >= 500 and refusals.best())
                 if opened is not None and not gives_way:
@@ -541,7 +540,6 @@ class _Exchange:
         """Nobody could do it, and one that could later says when. Raises: GatewayError, if none does."""
         if refused is None:
             raise as_gateway_error(failure)
-        self._bridge = refused.bridge
         await self._relay(refused.opened, refused.forward)
 
     async def _attempt(self, forward: Forward) -> Opened:
@@ -571,12 +569,12 @@ class _Exchange:
         assert body is not None
         headers = self._headers_for(holder, link)
         raw, target = body.raw, self._target()
-        self._bridge = self._bridge_to(link, body)
-        if self._bridge is not None:
-            raw, target = self._bridge.body, self._bridge.path
+        bridge = self._bridge_to(link, body)
+        if bridge is not None:
+            raw, target = bridge.body, bridge.path
         if is_one_token:
-            raw = one_token_body(raw, PromptKind.CHAT if self._bridge else self._route.kind)
-        if is_one_token or any((self._turn, self._renaming, self._bridge)):
+            raw = one_token_body(raw, PromptKind.CHAT if bridge else self._route.kind)
+        if is_one_token or any((self._turn, self._renaming, bridge)):
             # It is read here, and not unpacked.
             headers = [header for header in headers if header[0] != b"accept-encoding"]
         pieces = with_params(raw, self._ids_for(body, link), params)
@@ -584,7 +582,7 @@ class _Exchange:
             target, headers, pieces, on_sent=on_sent, may_exceed=is_release
         )
         try:
-            return Opened(answer, await answer.read())
+            return Opened(answer, await answer.read(), bridge)
         except BaseException:
             answer.close()
             raise
@@ -746,7 +744,7 @@ class _Exchange:
             await self._relay_text_error(opened, forward)
             return
         headers = response_headers(answer.raw_headers, self._our_headers(forward))
-        edit = self._edit_of(answer, kind)
+        edit = self._edit_of(opened, kind)
         if kind is AnswerKind.EVENTS or edit is not None:
             # There may become more or less of it on the way.
             headers = [header for header in headers if header[0] != b"content-length"]
@@ -758,7 +756,7 @@ class _Exchange:
                 end = functools.partial(self._end, answer.status, forward)
                 relayed = await relay_events(opened, client, end, self._usage, edit=edit)
                 if (
-                    self._bridge is not None
+                    opened.bridge is not None
                     and relayed.error is None
                     and not self._account.is_counted
                 ):
@@ -791,19 +789,19 @@ class _Exchange:
                 client.write(relayed.last)
             client.break_off()
 
-    def _edit_of(self, answer: Answer, kind: AnswerKind) -> Edit | None:
+    def _edit_of(self, opened: Opened, kind: AnswerKind) -> Edit | None:
         """Return what is done to the answer, None if it passes as it is."""
+        answer, bridge = opened.answer, opened.bridge
         if answer.header(b"content-encoding"):
             return None
         if answer.status != 200:
-            is_ours = self._bridge is not None
-            return functools.partial(error_of, answer.status) if is_ours else None
+            return functools.partial(error_of, answer.status) if bridge is not None else None
         # The name comes first: what is kept of a response is what its client gets.
         parts = [part for part in (self._renaming, self._turn) if part is not None]
         if kind is not AnswerKind.EVENTS:
-            around = [self._bridge.take_whole] if self._bridge is not None else []
+            around = [bridge.take_whole] if bridge is not None else []
             return _chained([*around, *(part.take_whole for part in parts)])
-        edits: list[Edit] = [MessageStream().take_events] if self._bridge is not None else []
+        edits: list[Edit] = [MessageStream().take_events] if bridge is not None else []
         edits += [part.take_events for part in parts]
         return _chained([*edits, *([without_usage_events] if self._drops_usage else [])])
 
