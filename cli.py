@@ -86,7 +86,7 @@ def _add_serve(commands: Commands) -> None:  # type: ignore[type-arg]
 
 def _serve(options: argparse.Namespace) -> int:
     from moongate.gateway.config.config_file import ConfigFile
-    from moongate.gateway.config.settings import SettingsError
+    from moongate.gateway.config.settings_text import SettingsError
     from moongate.gateway.telemetry.logs import use_format
 
     try:
@@ -118,7 +118,7 @@ def _add_check(commands: Commands) -> None:  # type: ignore[type-arg]
 
 
 def _check(options: argparse.Namespace) -> int:
-    from moongate.gateway.config.settings import SettingsError, load_settings
+    from moongate.gateway.config.settings_text import SettingsError, load_settings
 
     try:
         settings = load_settings(options.config)

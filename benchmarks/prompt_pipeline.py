@@ -34,7 +34,8 @@ from benchmarks.routers import MOONGATE, PROJECT, EngineAddress, Place, make_moo
 from benchmarks.side_by_side import describe_machine, find_commit, find_tokenizer
 from benchmarks.workloads import BLOCK_SIZE_TOKENS, MODEL, Message, excerpt
 from moongate.engine_plugins.vllm_render import ModelRenderer
-from moongate.gateway.config.settings import LimitsSettings, TokenizerSettings
+from moongate.gateway.config.process_settings import LimitsSettings
+from moongate.gateway.config.routing_settings import TokenizerSettings
 from moongate.gateway.dialects.body import parse_body
 from moongate.gateway.dialects.routes import PROXIED
 from moongate.gateway.instances.engine_api import EngineApi

@@ -2,8 +2,8 @@
 """Write docs/configuration-reference.md from the settings themselves: every key with its kind, default,
 unit and meaning.
 
-Kinds, limits and defaults are those of the models in `gateway/config/settings.py`; a key's meaning is the
-comment behind it there, or the comment lines above it. A key without one is an error.
+Kinds, limits and defaults are those of the models that `gateway/config/settings.py` puts together; a key's
+meaning is the comment behind it in its model, or the comment lines above it. A key without one is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from moongate.gateway.config.reloadable import EFFECTS
-from moongate.gateway.config.settings import PolicySettings, Settings
+from moongate.gateway.config.routing_settings import PolicySettings
+from moongate.gateway.config.settings import Settings
 from moongate.router.cost import CostWeights
 from moongate.router.policy import BUILT_IN, KvCost
 

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from moongate.gateway.config.settings import (
-    Path_,
-    Settings,
-    SettingsError,
-    parse_settings,
-    point_out,
-)
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.config.settings_text import Path_, SettingsError, parse_settings, point_out
 
 DIGEST_HEX_DIGITS = 12
 """48 bits: exact as a number in a metric."""

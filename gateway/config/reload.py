@@ -25,7 +25,8 @@ from prometheus_client.registry import Collector
 from moongate.gateway.config.config_file import Content, Loaded
 from moongate.gateway.config.live_settings import LiveSettings
 from moongate.gateway.config.reloadable import Effect, describe_instances, find_changes
-from moongate.gateway.config.settings import Settings, SettingsError
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.config.settings_text import SettingsError
 
 logger = logging.getLogger(__name__)
 

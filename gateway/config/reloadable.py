@@ -13,14 +13,11 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel
 
 from moongate.gateway.auth.auth_settings import KeySettings
-from moongate.gateway.config.settings import (
-    AdmissionSettings,
-    BreakerSettings,
-    FoundSettings,
-    InstanceSettings,
-    ListenSettings,
-    Settings,
-)
+from moongate.gateway.config.discovery_settings import FoundSettings
+from moongate.gateway.config.instance_settings import BreakerSettings, InstanceSettings
+from moongate.gateway.config.process_settings import ListenSettings
+from moongate.gateway.config.routing_settings import AdmissionSettings
+from moongate.gateway.config.settings import Settings
 
 
 class Effect(Enum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moongate.gateway.config.settings import LimitsSettings
+from moongate.gateway.config.process_settings import LimitsSettings
 from moongate.gateway.errors import GatewayError
 
 _ITEMS = ("messages", "input", "prompt", "documents")

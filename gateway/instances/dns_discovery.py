@@ -19,8 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import ValidationError
 
+from moongate.gateway.config.discovery_settings import DiscoverySettings
+from moongate.gateway.config.instance_settings import InstanceSettings
 from moongate.gateway.config.live_settings import LiveSettings
-from moongate.gateway.config.settings import DiscoverySettings, InstanceSettings
 from moongate.gateway.instances.dns_names import Address, LookupFailed, Resolve
 from moongate.gateway.instances.roster import Roster
 from moongate.router import InstanceId

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import dns.asyncresolver
 import dns.exception
 
-from moongate.gateway.config.settings import DiscoverySettings
+from moongate.gateway.config.discovery_settings import DiscoverySettings
 
 LOOKUP_S = 5.0
 """For one look-up as a whole."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from moongate.gateway.config.instance_settings import InstanceSettings
 from moongate.gateway.config.live_settings import LiveSettings
-from moongate.gateway.config.settings import InstanceSettings, Settings
+from moongate.gateway.config.settings import Settings
 from moongate.gateway.instances.engine_api import EngineApi
 from moongate.gateway.proxy.upstream import Unreachable, Upstream
 from moongate.router import InstanceId, InstanceSpec, Role

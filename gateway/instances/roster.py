@@ -23,9 +23,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
+from moongate.gateway.config.instance_settings import InstanceSettings
 from moongate.gateway.config.live_settings import LiveSettings
 from moongate.gateway.config.reloadable import INSTANCE_REPLACED
-from moongate.gateway.config.settings import InstanceSettings, Seconds, Settings
+from moongate.gateway.config.setting_kinds import Seconds
+from moongate.gateway.config.settings import Settings
 from moongate.gateway.driver import Driver
 from moongate.gateway.errors import GatewayError
 from moongate.gateway.instances.links import Link, Links, read_api_key

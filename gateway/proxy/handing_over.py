@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from moongate.gateway.dialects.messages_bridge import Bridge
 from moongate.gateway.instances.links import Link
 from moongate.gateway.proxy.bootstrap import BootstrapFailed, Bootstraps
 from moongate.gateway.proxy.legs import read_prefill
@@ -70,10 +71,14 @@ class HandoffResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An answer that has begun, and its first bytes (none: it is empty)."""
+    """An answer that has begun, and its first bytes (none: it is empty).
+
+    `bridge`: what it was asked through; None: as the client asked.
+    """
 
     answer: Answer
     first: bytes
+    bridge: Bridge | None = None
 
 
 class PrefillRefused(Exception):
@@ -96,10 +101,10 @@ class PrefillFailed(Exception):
         self.cause = cause
 
 
-class Sender(Protocol):
-    """How an exchange sends a leg."""
+class SendLeg(Protocol):
+    """How the request sends a leg: with these parameters for the engine's connector."""
 
-    async def send_leg(
+    async def __call__(
         self,
         holder: Holder,
         link: Link,
@@ -109,7 +114,7 @@ class Sender(Protocol):
         is_release: bool = False,
         on_sent: Callable[[], object] | None = None,
     ) -> Opened:
-        """Send the request with these parameters for the engine's connector. Raises: UpstreamError."""
+        """Return the answer's beginning. Raises: UpstreamError."""
         ...
 
 
@@ -124,7 +129,7 @@ class HandoffRun:
         self,
         kind: HandoffKind,
         transfer_id: str,
-        sender: Sender,
+        send_leg: SendLeg,
         bootstraps: Bootstraps,
         on_prefilled: Callable[[bool], object],
     ) -> None:
@@ -133,7 +138,7 @@ class HandoffRun:
         self.is_handed_over = False  # blocks are kept, or were, for the decode leg
         self.is_owed = False  # to the prefill instance: a decode leg that no instance could take
         self.cached_tokens: int | None = None  # of the prompt, on the prefill instance
-        self._sender = sender
+        self._send_leg = send_leg
         self._bootstraps = bootstraps
         self._on_prefilled = on_prefilled
         self._has_redelivered = False
@@ -211,7 +216,7 @@ class HandoffRun:
     async def _send_prefill(self, begun: SendPrefill, holder: Holder, link: Link) -> bytes:
         """Return the answer's body. Raises: PrefillRefused, PrefillFailed."""
         try:
-            opened = await self._sender.send_leg(holder, link, begun.params, is_one_token=True)
+            opened = await self._send_leg(holder, link, begun.params, is_one_token=True)
             status = opened.answer.status
             if 400 <= status < 500:
                 raise PrefillRefused(opened)
@@ -244,7 +249,7 @@ class HandoffRun:
         self.is_owed, self._target = False, (holder, link)
         self._sent.clear()
         try:
-            opened = await self._sender.send_leg(
+            opened = await self._send_leg(
                 holder,
                 link,
                 action.params,

@@ -8,17 +8,15 @@ import time
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
-from moongate.gateway.dialects.messages_bridge import Bridge
 from moongate.gateway.proxy.handing_over import Opened
 from moongate.router import Forward
 
 
 class Refused(NamedTuple):
-    """One answer, where it came from, and what is around it."""
+    """One answer, and where it came from."""
 
     opened: Opened
     forward: Forward
-    bridge: Bridge | None
 
 
 class Refusals:

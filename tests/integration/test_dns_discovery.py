@@ -17,8 +17,8 @@ from dns_server import NAME, DnsServer
 from fake_engine import FakeEngine
 from live_gateway import LiveGateway, live_gateway, until
 
+from moongate.gateway.config.discovery_settings import DiscoverySettings
 from moongate.gateway.config.reloadable import EFFECTS
-from moongate.gateway.config.settings import DiscoverySettings
 from moongate.gateway.instances.dns_names import Address, LookupFailed, Resolver
 from moongate.router import InstanceId
 from moongate.simulator.engine import EngineProfile

@@ -229,9 +229,9 @@ async def test_a_decode_instance_that_takes_no_connection_is_not_waited_for_twic
                 sock = waiting.enter_context(socket.socket())
                 sock.setblocking(False)
                 sock.connect_ex(address)
-            hot_path = fleet.gateway.server.gateway._hot_path
-            assert hot_path is not None
-            upstream = hot_path.links.get(fleet.gateway.core.fleet.find("d0").spec.id).upstream  # type: ignore[union-attr,arg-type]
+            links = fleet.gateway.server.gateway._links
+            assert links is not None
+            upstream = links.get(fleet.gateway.core.fleet.find("d0").spec.id).upstream  # type: ignore[union-attr,arg-type]
             upstream._port = address[1]
             answer = await fleet.complete()
             assert (answer.status_code, answer.headers["x-moongate-instance"]) == (200, "d1")

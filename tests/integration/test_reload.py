@@ -566,7 +566,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "auth.forward_client_key": (True, lambda g: g._hot_path.settings.auth.forward_client_key),
     "auth.admin_key_env": ("MY_KEY", lambda g: g.settings.auth.admin_key_env),
     "session.header": ("x-mine", lambda g: g._hot_path.reader._live.current.session.header),
-    "models.aliases": ({"n": "m"}, lambda g: g._hot_path.aliases.served_by_alias),
+    "models.aliases": ({"n": "m"}, lambda g: g._hot_path._intake._aliases.served_by_alias),
     "health.interval_s": (0.1, lambda g: g.monitor._live.current.health.interval_s),
     "health.timeout_s": (0.7, lambda g: link(g).api._timeout_s),
     "health.down_after": (7, lambda g: g.core.limits.down_after),
@@ -580,7 +580,10 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
         "always",
         lambda g: g._hot_path.settings.observability.stream_usage,
     ),
-    "observability.keep_text": (True, lambda g: g._hot_path.divergences._texts._keeps_text),
+    "observability.keep_text": (
+        True,
+        lambda g: g._hot_path._intake._divergences._texts._keeps_text,
+    ),
     "observability.decisions_max": (7, lambda g: g._hot_path.recent._ring.maxlen),
     "observability.log_format": (
         "json",
@@ -615,7 +618,7 @@ def bounds(gateway: Gateway) -> AdmissionLimits:
 
 def prompts(gateway: Gateway) -> Any:
     assert gateway._hot_path is not None
-    return gateway._hot_path.prompts
+    return gateway._hot_path._intake._prompts
 
 
 def link(gateway: Gateway) -> Any:

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from moongate.cli import _make_parser
-from moongate.gateway.config.settings import Settings, parse_settings
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.config.settings_text import parse_settings
 from moongate.router.model import Holder, InstanceId, Request, RequestId, Role, Trust
 from moongate.router.policy import Candidate, Situation, make_policy
 

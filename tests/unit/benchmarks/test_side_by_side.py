@@ -11,7 +11,7 @@ from benchmarks import routers
 from benchmarks.processes import take_free_ports
 from benchmarks.routers import EngineAddress, Place, make_moongate_settings
 from benchmarks.side_by_side import Plan, make_plan, parse_arguments
-from moongate.gateway.config.settings import parse_settings
+from moongate.gateway.config.settings_text import parse_settings
 
 MODEL = Path(__file__).parents[3] / "simulator" / "model"
 

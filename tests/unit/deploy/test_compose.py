@@ -13,7 +13,7 @@ from compose_file import FILE, Service, read_services
 from launch_words import check_words
 from processes import PROJECT
 
-from moongate.gateway.config.settings import load_settings
+from moongate.gateway.config.settings_text import load_settings
 
 SERVICES = read_services()
 PROFILES = {"sim", "cpu", "gpu", "observability", "load"}

@@ -13,7 +13,7 @@ from compose_file import read_services, tool
 from launch_words import check_words
 from processes import PROJECT
 
-from moongate.gateway.config.settings import parse_settings
+from moongate.gateway.config.settings_text import parse_settings
 
 FOLDER = PROJECT / "examples" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from moongate.gateway.auth.tenants import ANYBODY
 from moongate.gateway.client_protocol import ClientProtocol, ClientRequest
-from moongate.gateway.config.settings import LimitsSettings
+from moongate.gateway.config.process_settings import LimitsSettings
 from moongate.gateway.errors import GatewayError
 
 LIMITS = LimitsSettings(body_bytes_max=4096, headers_bytes_max=2048)

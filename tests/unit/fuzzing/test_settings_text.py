@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from odd_values import damaged, objects, quick
 
-from moongate.gateway.config.settings import Settings, SettingsError, parse_settings
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.config.settings_text import SettingsError, parse_settings
 
 WHOLE = b"""\
 listen: {host: 127.0.0.1, port: 8000}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.config.settings import LimitsSettings
+from moongate.gateway.config.process_settings import LimitsSettings
 from moongate.gateway.dialects.body_limits import check_limits
 from moongate.gateway.errors import GatewayError
 

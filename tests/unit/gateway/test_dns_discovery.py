@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moongate.gateway.config.settings import DiscoverySettings, SettingsError, parse_settings
+from moongate.gateway.config.discovery_settings import DiscoverySettings
+from moongate.gateway.config.settings_text import SettingsError, parse_settings
 from moongate.gateway.instances.dns_discovery import name_instance
 from moongate.gateway.instances.dns_names import Address
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moongate.gateway.config.settings import parse_settings
+from moongate.gateway.config.settings_text import parse_settings
 
 DOCS = Path(__file__).parents[3] / "docs"
 

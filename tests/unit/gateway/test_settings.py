@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moongate.gateway.config.settings import Settings, SettingsError, load_settings, parse_settings
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.config.settings_text import SettingsError, load_settings, parse_settings
 from moongate.router import SeedingLimits
 from moongate.router.handoff import HandoffKind
 

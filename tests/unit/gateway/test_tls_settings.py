@@ -8,7 +8,8 @@ from certificates import Files, make_files
 from cryptography.hazmat.primitives import serialization
 
 from moongate import cli
-from moongate.gateway.config.settings import Settings, SettingsError, parse_settings
+from moongate.gateway.config.settings import Settings
+from moongate.gateway.config.settings_text import SettingsError, parse_settings
 
 
 @pytest.fixture
