@@ -346,11 +346,12 @@ class Gateway:
     def _make_turns(self) -> ResponseTurns:
         stored, state = self.settings.responses, self._state or self._hub
         store = ResponseStore(stored.ttl_s, stored.bytes_max)
+        bytes_max = self.settings.limits.body_bytes_max
         if state is None:
-            return ResponseTurns(store, self._clock)
+            return ResponseTurns(store, self._clock, body_bytes_max=bytes_max)
         responses = SharedResponses(store, state, stored.ttl_s)
         self._opened.push_async_callback(responses.close)
-        return ResponseTurns(store, self._clock, responses)
+        return ResponseTurns(store, self._clock, responses, body_bytes_max=bytes_max)
 
     def _start_sharing(self, roster: Roster) -> None:
         """Begin to tell other gateways what this one does, and to heed what they do."""

@@ -43,7 +43,9 @@ class LimitsSettings(Section):
     stop_max: Annotated[int, Field(ge=1)] = (
         64  # stop strings of one request; engines may take fewer
     )
-    allow_kv_transfer_params: bool = False  # let clients speak to the engine's KV connector
+    allow_kv_transfer_params: bool = (
+        False  # let clients speak to the engine's KV and encoder connectors
+    )
 
 
 class DrainSettings(Section):

@@ -38,10 +38,10 @@ LARGE_VALUE_BYTES = 4096
 _KEPT_WHOLE = frozenset(
     (
         "model", "stream", "metadata", "prompt_cache_key", "user", "cache_salt", "stream_options",
-        "stop", "stop_sequences",
+        "stop", "stop_sequences", "vllm_xargs",
     )
 )  # fmt: skip
-"""Fields whose values matter to routing, however large."""
+"""Fields whose values matter to the gateway, however large."""
 
 SALT = "cache_salt"
 """The field that keeps prompts in an engine's cache apart."""

@@ -26,7 +26,7 @@ MERGING = TemplateManners(merges_system=True, disabled_thinking_effort="low")
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "chat_template_kwargs")
 """Fields that both have, and engines' own beside them."""
 
-_PASSED = ("vllm_xargs", "kv_transfer_params", "priority")
+_PASSED = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "priority")
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

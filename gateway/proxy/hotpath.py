@@ -179,6 +179,9 @@ class HotPath:
         try:
             await self._serve(exchange, is_admitted=is_admitted)
         except GatewayError as error:
+            if error.status < 500:
+                # What can't be translated for an instance says nothing of it.
+                exchange.reservation.finish(Outcome.REFUSED)
             self._own_answers.refuse(exchange, error)
         except Exception:
             self._own_answers.fail(exchange)

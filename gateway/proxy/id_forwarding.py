@@ -16,6 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from moongate.gateway.dialects.body import Body, with_fields
+from moongate.gateway.dialects.connector_params import KV_TRANSFER_PARAMS
 from moongate.gateway.dialects.routes import PromptKind, Route
 from moongate.gateway.instances.engine_api import EngineApi
 from moongate.gateway.prompts.prompt import PromptPipeline, ReadPrompt
@@ -26,7 +27,6 @@ TOKENS_MIN = 256
 """`auto`: of shorter prompts the ids cost about as much to read as the text. Measured on a real engine,
 first token with ids against without: 1.9 ms sooner at 250 tokens, 6 at 1,000, 15 at 14,000."""
 
-KV_TRANSFER_PARAMS = "kv_transfer_params"
 """Names another instance to fetch KV from, or token ids in place of the prompt: not for clients."""
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from moongate.gateway.config.settings import Settings
 from moongate.gateway.dialects.aliases import Aliases
-from moongate.gateway.dialects.body import parse_body, with_cache_salt, without_key
+from moongate.gateway.dialects.body import parse_body, with_cache_salt
+from moongate.gateway.dialects.connector_params import without_connector_params
 from moongate.gateway.dialects.prompt_fields import read_salt
 from moongate.gateway.dialects.routes import WITH_CHOICES
 from moongate.gateway.dialects.stream_usage import asks_for_usage, with_usage_asked
@@ -18,7 +19,6 @@ from moongate.gateway.pool.pooling import PromptTokens
 from moongate.gateway.prompts.divergence import Divergences
 from moongate.gateway.prompts.prompt import PromptPipeline, ReadPrompt
 from moongate.gateway.proxy.exchange import Exchange
-from moongate.gateway.proxy.id_forwarding import KV_TRANSFER_PARAMS
 from moongate.gateway.proxy.request_reading import RequestReader
 from moongate.gateway.responses.response_turns import ResponseTurns
 from moongate.gateway.telemetry.metrics import Metrics
@@ -50,6 +50,7 @@ class Intake:
     def renew(self, settings: Settings) -> None:
         """Make anew what is made of the settings."""
         self._aliases = Aliases(settings.models.aliases)
+        self._turns.body_bytes_max = settings.limits.body_bytes_max
 
     def parse(self, exchange: Exchange, raw: bytes) -> None:
         """Read the body, as engines may get it.
@@ -62,8 +63,8 @@ class Intake:
         asked = parse_body(raw, route)
         body, exchange.renaming = self._aliases.resolve(asked, route)
         self._reader.check_rights(tenant, asked.model, body.model)
-        if not settings.limits.allow_kv_transfer_params and KV_TRANSFER_PARAMS in body.top:
-            body = parse_body(without_key(body.raw, KV_TRANSFER_PARAMS), route)
+        if not settings.limits.allow_kv_transfer_params:
+            body = without_connector_params(body, route)
         has_usage = route.kind in WITH_CHOICES and body.is_stream
         is_metered = exchange.meter is not None and exchange.meter.counts_tokens
         asks_always = settings.observability.stream_usage == "always" or is_metered
@@ -76,10 +77,15 @@ class Intake:
         exchange.body = body
 
     async def continue_turn(self, exchange: Exchange) -> None:
-        """Put before a response's body all that it continues. Raises: GatewayError (404)."""
+        """Put before a response's body all that it continues, which is held to the same limits as one body.
+
+        Raises: GatewayError (400; 404; 413).
+        """
         tenant = exchange.client.tenant
         turn = await self._turns.begin(tenant.name, exchange.body, exchange.route)
         exchange.turn = None if turn.is_plain else turn
+        if turn.body is not exchange.body:
+            self._reader.check_limits(turn.body, exchange.headers)
         exchange.body = turn.body
 
     async def read_request(self, exchange: Exchange, *, has_room: bool) -> Request:

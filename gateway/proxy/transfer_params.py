@@ -1,10 +1,10 @@
-"""Keeps what an engine's KV connector tells the gateway in an answer from clients.
+"""Keeps what an engine's connectors tell the gateway in an answer from clients.
 
-The key `kv_transfer_params` stands in whole answers only, mostly with null; addresses and block ids of
+The keys `kv_transfer_params` and `ec_transfer_params` stand in whole answers only, mostly with null; addresses and block ids of
 another instance are no business of a client. A value is overwritten where it stands: `null`, and spaces
 for the rest, so that the answer keeps its length and its bytes can be passed on as they come.
 
-The text of the answer can't be mistaken for the key, since quotes inside a string are escaped. A
+The text of the answer can't be mistaken for a key, since quotes inside a string are escaped. A
 compressed answer is not looked into.
 """
 
@@ -13,21 +13,26 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-KEY = b'"kv_transfer_params"'
+_TAIL = b'_transfer_params"'
+_KEYS = tuple(b'"%b%b' % (kind, _TAIL) for kind in (b"kv", b"ec"))
+_KEY_BYTES = len(_KEYS[0])
+_KEY = re.compile(b"|".join(_KEYS))
 _COLON = re.compile(rb"[ \t\r\n]*(:?)[ \t\r\n]*")
 _SIGNS = re.compile(rb'["\\{}\[\]]')
 
 
 def tells_nothing(text: bytes) -> bool:
-    """Tell whether a text has nothing to blank: no such key, or one with null, as vLLM writes it.
+    """Tell whether a text has nothing to blank: no such keys, or with null, as vLLM writes it.
 
     Cost: 1 us for a short answer.
     """
-    found = text.find(KEY)
-    if found == -1:
-        return True
-    behind = found + len(KEY)
-    return text.startswith(b":null", behind) and text.find(KEY, behind) == -1
+    found = text.find(_TAIL)
+    while found != -1:
+        behind = found + len(_TAIL)
+        if not text.startswith(b":null", behind):
+            return False
+        found = text.find(_TAIL, behind)
+    return True
 
 
 class _At(Enum):
@@ -71,19 +76,18 @@ class TransferParamsFilter:
 
     def _hold_back(self, text: bytes) -> bytes:
         """Return a text that tells nothing, but for an end that may be the key's beginning."""
-        quote = text.rfind(b'"', -len(KEY) + 1)
-        if quote != -1 and KEY.startswith(text[quote:]):
+        quote = text.rfind(b'"', -_KEY_BYTES + 1)
+        if quote != -1 and any(key.startswith(text[quote:]) for key in _KEYS):
             self._held = text[quote:]
             return text[:quote]
         return text
 
     def _read_text(self, text: bytes) -> tuple[bytes, bytes]:
-        found = text.find(KEY)
-        if found == -1:
+        found = _KEY.search(text)
+        if found is None:
             return self._hold_back(text), b""
         self._at = _At.COLON
-        end = found + len(KEY)
-        return text[:end], text[end:]
+        return text[: found.end()], text[found.end() :]
 
     def _read_colon(self, text: bytes) -> tuple[bytes, bytes]:
         """Behind the key: a value of several parts is blanked, any other left as it is."""

@@ -43,6 +43,10 @@ class StoredResponse:
             yield one
             one = one.previous
 
+    def history_bytes(self) -> int:
+        """Return about how long the history is, without putting it together."""
+        return sum(len(one.output_items) + len(one.input_items) + 2 for one in self.line())
+
     def history(self) -> bytes:
         """Return the items of the whole conversation, this response's output last."""
         parts = (part for one in self.line() for part in (one.output_items, one.input_items))

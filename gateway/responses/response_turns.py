@@ -39,7 +39,11 @@ class ResponseTurns:
         store: ResponseStore,
         clock: Callable[[], float],
         shared: SharedResponses | None = None,
+        *,
+        body_bytes_max: int,
     ) -> None:
+        """`body_bytes_max`: of a body with all that it continues."""
+        self.body_bytes_max = body_bytes_max
         self.store = store
         self.shared = shared
         self._clock = clock
@@ -47,7 +51,8 @@ class ResponseTurns:
     async def begin(self, tenant: str, body: Body, route: Route) -> ResponseTurn:
         """Return the turn that a tenant's body asks for.
 
-        Raises: GatewayError (404) for a response that isn't known, has expired or is another tenant's.
+        Raises: GatewayError (404) for a response that isn't known, has expired or is another tenant's; 413 for a
+        conversation that has become too large.
         """
         previous_id = body.top.get("previous_response_id")
         keeps = body.top.get("store", True) is True
@@ -65,6 +70,13 @@ class ResponseTurns:
         items = _own_items(body)
         if items is None:
             raise no_items()
+        size_bytes = len(body.raw) + previous.history_bytes()
+        if size_bytes > self.body_bytes_max:
+            message = (
+                f"the body and the conversation that it continues have {size_bytes} bytes together; "
+                f"limits.body_bytes_max is {self.body_bytes_max}"
+            )
+            raise GatewayError(413, message, "body_too_large", "previous_response_id")
         raw = _with_input(body.raw, [previous.history(), items])
         joined = parse_body(raw, route)
         return ResponseTurn(self, tenant, joined, items if keeps else None, previous)

@@ -11,6 +11,8 @@ import pytest
 from fake_engine import FakeEngine, Received, chat_answer, stream_event
 from live_gateway import LiveGateway, live_gateway, until
 
+from moongate.router import InstanceId
+
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -217,6 +219,60 @@ async def test_what_is_for_the_kv_connector_comes_from_the_gateway_only() -> Non
             await gateway.client.post("/v1/chat/completions", content=raw)
     cut = b'{"model":"m", "messages":[{"role":"user","content":"x"}]}'
     assert [request.body for request in engine.received] == [cut, raw]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_nothing_for_connectors_comes_by_other_ways(path: str) -> None:
+    """An address to push an encoder's output to, and a text where the KV connector expects an object."""
+    ask = {
+        "model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x",
+        "max_tokens": 1,
+    }  # fmt: skip
+    address = {"consumer_zmq": "tcp://10.0.0.1:1"}
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url]) as gateway:
+
+            async def post(**fields: object) -> httpx.Response:
+                return await gateway.client.post(f"/v1/{path}", json={**ask, **fields})
+
+            for extra in ({}, {"long": "y" * 10_000}):
+                await post(ec_transfer_params=address, **extra)
+                assert b"10.0.0.1" not in engine.received[-1].body
+                for name in ("kv_transfer_params", "ec_transfer_params"):
+                    arguments = {name: "x", "more": ["z" * 5000] if extra else 1}
+                    answer = await post(vllm_xargs=arguments, **extra)
+                    assert answer.status_code == 400
+                    assert name in answer.text
+            assert len(engine.received) == 2
+            assert (await post(vllm_xargs={"session_id": "s"})).status_code == 200
+        async with live_gateway([engine.url], limits={"allow_kv_transfer_params": True}) as gateway:
+            await post(ec_transfer_params=address)
+            assert b"10.0.0.1" in engine.received[-1].body
+
+
+async def test_what_can_not_be_translated_is_not_held_against_an_instance() -> None:
+    odd: list[dict[str, object]] = [
+        {"messages": [{"role": "user", "content": [{"type": "unknown"}]}]},
+        {"messages": None},
+        {"messages": [{"role": "user", "content": "x"}], "tools": True},
+    ]
+    async with FakeEngine() as engine:
+        instances = [{"id": "a", "url": engine.url, "messages": "chat"}]
+        async with live_gateway([], instances=instances) as gateway:
+            for body in odd * 4:
+                for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                    answer = await gateway.client.post(
+                        path, json={"model": "m", "max_tokens": 1, **body}
+                    )
+                    assert answer.status_code == 400, answer.text
+            assert not engine.received
+            assert gateway.inflight() == 0
+            listed = (await gateway.client.get("/admin/instances")).json()["instances"]
+            assert [i["state"] for i in listed] == ["up"]
+            assert await gateway.metric("moongate_broken_off_total") == 0
+            state = gateway.core.fleet.find(InstanceId("a"))
+            assert state is not None
+            assert state.breaker.failures == 0
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -121,6 +121,33 @@ async def test_what_is_not_stored_is_not_there() -> None:
         assert len(engine.received) == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"background": True}])
+async def test_a_conversation_is_held_to_the_limits_of_a_body(more: dict[str, Any]) -> None:
+    limits = {"body_bytes_max": 20_000, "messages_max": 5}
+    async with (
+        FakeEngine(Answering()) as engine,
+        live_gateway([engine.url], limits=limits) as gateway,
+    ):
+
+        async def post(text: str, previous: str | None = None, **fields: Any) -> httpx.Response:
+            body = {"model": "m", "input": text, "previous_response_id": previous, **fields}
+            return await gateway.client.post("/v1/responses", json=body)
+
+        long = (await post("x" * 15_000)).json()["id"]
+        refused = await post("y" * 6_000, long, **more)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+        name: str | None = None
+        for _ in range(3):  # with each answer's item 5 in the end
+            turn = await post("x", name)
+            assert turn.status_code == 200
+            name = turn.json()["id"]
+        asked = len(engine.received)
+        refused = await post("x", name)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        assert "messages_max" in refused.text
+        assert len(engine.received) == asked
+
+
 async def test_a_deleted_response_is_gone_and_a_finished_one_can_not_be_cancelled() -> None:
     async with FakeEngine(Answering()) as engine, live_gateway([engine.url]) as gateway:
         await ask(gateway, input="hi")

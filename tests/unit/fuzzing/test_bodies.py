@@ -128,7 +128,7 @@ def test_a_key_is_taken_out_and_all_else_stays(raw: bytes, key: str) -> None:
 @given(raw=bodies())
 def test_a_response_begins_with_any_body(raw: bytes) -> None:
     route = PROXIED["/v1/responses"]
-    turns = ResponseTurns(ResponseStore(60.0, 1 << 20), lambda: 0.0)
+    turns = ResponseTurns(ResponseStore(60.0, 1 << 20), lambda: 0.0, body_bytes_max=1 << 20)
     turns.keep("", b'{"id":"resp_1","output":[{"type":"message"}]}', b'{"role":"user"}', None)
     raw = raw.replace(b'"previous_response_id": null', b'"previous_response_id": "resp_1"')
     turn = tried(lambda: asyncio.run(turns.begin("", parse_body(raw, route), route)), GatewayError)

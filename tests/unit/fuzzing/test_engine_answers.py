@@ -39,7 +39,7 @@ from moongate.router.blocks import pack_tokens
 ANSWERS = objects(
     "data", "id", "root", "parent", "object", "max_model_len", "tokens", "0", "1", "endpoint",
     "replay_endpoint", "publisher", "enable_kv_cache_events", "topic", "paths", "components",
-    "schemas", "properties", "kv_transfer_params", "prompt_token_ids", "token_ids", "features",
+    "schemas", "properties", "kv_transfer_params", "ec_transfer_params", "prompt_token_ids", "token_ids", "features",
     "mm_hashes", "mm_placeholders", "image", "offset", "length",
 )  # fmt: skip
 KEYS = st.sampled_from(["data", "id", "root", "endpoint", "0", "tokens"]) | st.text(max_size=3)

@@ -31,7 +31,7 @@ CHUNKS = objects(
     "id", "model", "choices", "delta", "content", "role", "tool_calls", "function", "name", "index",
     "arguments", "finish_reason", "stop_reason", "usage", "prompt_tokens", "completion_tokens",
     "prompt_tokens_details", "cached_tokens", "error", "message", "code", "response", "type",
-    "output", "status", "previous_response_id", "sequence_number", "kv_transfer_params",
+    "output", "status", "previous_response_id", "sequence_number", "kv_transfer_params", "ec_transfer_params",
     "reasoning", "data", "count", "tokens",
 )  # fmt: skip
 NAMES = st.sampled_from(
@@ -92,7 +92,7 @@ def test_what_changes_events_leaves_the_others_and_never_raises(pieces: list[byt
     body = parse_body(b'{"model":"alias","input":"x"}', PROXIED["/v1/responses"])
     _, renaming = Aliases({"alias": "m"}).resolve(body, PROXIED["/v1/responses"])
     assert renaming is not None
-    turns = ResponseTurns(ResponseStore(60.0, 1 << 20), lambda: 0.0)
+    turns = ResponseTurns(ResponseStore(60.0, 1 << 20), lambda: 0.0, body_bytes_max=1 << 20)
     turn = ResponseTurn(turns, "", body, b"{}", None)
     changes: tuple[Edit, ...] = (
         renaming.take_events, turn.take_events, MessageStream().take_events,

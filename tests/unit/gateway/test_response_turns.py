@@ -19,7 +19,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def some_turns() -> ResponseTurns:
-    return ResponseTurns(ResponseStore(100.0, 1 << 20), lambda: 0.0)
+    return ResponseTurns(ResponseStore(100.0, 1 << 20), lambda: 0.0, body_bytes_max=1 << 20)
 
 
 def begin(turns: ResponseTurns, **fields: Any) -> ResponseTurn:

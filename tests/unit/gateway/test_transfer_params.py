@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.proxy.transfer_params import KEY, TransferParamsFilter
+from moongate.gateway.dialects.connector_params import CONNECTOR_FIELDS
+from moongate.gateway.proxy.transfer_params import TransferParamsFilter, tells_nothing
 
 SECRET = {
     "remote_host": "10.0.0.7",
@@ -43,6 +44,7 @@ def body_of(params: Any, **after: Any) -> bytes:
         b'{"name":"kv_transfer_params","x":{"a":1}}',
         b'["kv_transfer_params",{"a":1}]',
         b'{"x":"kv_trans',
+        b'{"x":"ec_trans',
         b'{"kv_transfer_params"',
         b'{"kv_transfer_params":',
         b'{"kv_transfer_params"   ',
@@ -69,6 +71,7 @@ def test_they_are_blanked_at_their_own_length(params: Any, size: int) -> None:
 
 def test_it_is_blanked_wherever_it_stands_and_however_often() -> None:
     body = b'{"kv_transfer_params":{"a":1},"b":{"kv_transfer_params" :\n{"c":[{}]}},"d":{"e":2}}'
+    assert passed_on(body.replace(b"kv", b"ec")) == passed_on(body).replace(b"kv", b"ec")
     got = json.loads(passed_on(body))
     assert got == {"kv_transfer_params": None, "b": {"kv_transfer_params": None}, "d": {"e": 2}}
 
@@ -90,7 +93,9 @@ json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.just('"\\{}[]'),
     lambda children: (
         st.lists(children, max_size=3)
-        | st.dictionaries(st.text(max_size=3) | st.just("kv_transfer_params"), children, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3) | st.sampled_from(CONNECTOR_FIELDS), children, max_size=3
+        )
     ),
     max_leaves=8,
 )
@@ -104,7 +109,7 @@ def blanked(value: Any) -> Any:
         return value
     return {
         name: None
-        if name == "kv_transfer_params" and isinstance(item, dict | list) and len(_text(item)) >= 4
+        if name in CONNECTOR_FIELDS and isinstance(item, dict | list) and len(_text(item)) >= 4
         else blanked(item)
         for name, item in value.items()
     }
@@ -125,4 +130,9 @@ def test_any_answer_in_any_pieces(value: Any, cuts: list[int]) -> None:
     got = passed_on(*pieces, body[begin:])
     assert len(got) == len(body)
     assert json.loads(got) == blanked(json.loads(body))
-    assert KEY.decode() in _text(value) or got == body
+    assert any(f'"{name}"' in _text(value) for name in CONNECTOR_FIELDS) or got == body
+
+
+def test_an_answer_of_vllms_is_passed_on_without_being_taken_apart() -> None:
+    assert tells_nothing(b'{"id":"x","kv_transfer_params":null,"ec_transfer_params":null,"n":1}')
+    assert not tells_nothing(b'{"id":"x","kv_transfer_params":null,"ec_transfer_params":{"a":1}}')
