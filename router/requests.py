@@ -278,6 +278,8 @@ class Requests:
             elif leg.had_prefill_alone:
                 self._learn_rate(leg, instance, elapsed_ms)
         is_own = tracked.handed_over_tokens is None and leg.fetching is None
+        # Of a prompt that should have been read and wasn't nobody knows what its time should be.
+        is_own = is_own and not tracked.request.is_prompt_missing
         if event.shows_prefill and is_own and instance is not None:
             self.fleet.observe_first_byte(instance, leg.work_tokens, elapsed_ms)
         if (

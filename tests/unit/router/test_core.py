@@ -680,6 +680,25 @@ def test_a_prefill_behind_another_teaches_nothing() -> None:
     assert core.fleet.tokens_per_ms == 8.0
 
 
+def test_the_time_of_a_prompt_that_could_not_be_read_makes_nobody_slow() -> None:
+    for is_missing in (False, True):
+        core = make_core(A, B)
+        for number in range(20):
+            now = 10.0 * number
+            for name in ("r", "s"):  # at once, so on both
+                asked = Request(RequestId(f"{name}{number}"), MODEL, is_prompt_missing=is_missing)
+                core.handle(RequestArrived(asked), now)
+            holders = {
+                key: tracked.leg.holder for key, tracked in core.requests.items() if tracked.leg
+            }
+            for key, holder in sorted(holders.items(), key=lambda item: item[1] == HA):
+                then = now + (4.0 if holder == HA else 0.1)
+                core.handle(RequestFirstByte(key, shows_prefill=True), then)
+                core.handle(RequestFinished(key, Outcome.ANSWERED), then)
+        slow = max(state.latency.slowness for state in core.fleet)
+        assert (slow == 1.0) == is_missing
+
+
 # --- the fleet ------------------------------------------------------------------------------------
 
 
