@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moongate.gateway.auth.auth_settings import AuthSettings
 from moongate.gateway.config.discovery_settings import DiscoverySettings
@@ -50,7 +50,8 @@ class Settings(Section):
     drain: DrainSettings = DrainSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     discovery: DiscoverySettings = DiscoverySettings()
-    instances: list[InstanceSettings]  # none: all are found, or announce themselves
+    # None: all are found, or announce themselves. May be left out where `discovery` finds them.
+    instances: list[InstanceSettings] = Field(default_factory=list)
 
     @field_validator("instances")
     @classmethod
@@ -75,6 +76,8 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
+        if self.discovery.kind == "static" and "instances" not in self.model_fields_set:
+            raise ValueError("instances: missing; it must be given, [] if all announce themselves")
         if self.discovery.kind == "redis" and self.state.kind != "redis":
             raise ValueError("discovery.kind: redis needs state.kind: redis, with a url")
         return self

@@ -330,7 +330,7 @@ def test_an_id_or_url_used_twice_is_refused(second: str, what: str) -> None:
     [
         ("", ":1: expected keys and values, such as instances: [...]"),
         ("- a\n", ":1: expected keys and values, such as instances: [...]"),
-        ("listen: {}\n", ":1: instances: missing; it must be given"),
+        ("listen: {}\n", ":1: instances: missing; it must be given, [] if all announce themselves"),
         ("instances:\n  - {id: a}\n", ":2: instances.0.url: missing; it must be given"),
         ("a: [\n", ":2: not YAML: expected the node content, but found '<stream end>'"),
         (
@@ -345,6 +345,11 @@ def test_an_id_or_url_used_twice_is_refused(second: str, what: str) -> None:
 )
 def test_c96_a_file_of_another_form_gets_one_line(text: str, problem: str) -> None:
     assert problems_of(text) == (f"m.yaml{problem}",)
+
+
+def test_instances_may_be_left_out_where_they_are_found() -> None:
+    found = {"discovery": {"kind": "dns", "name": "engines.local", "port": 8000}}
+    assert Settings.model_validate(found).instances == []
 
 
 def test_c96_a_forbidden_character_gets_one_line() -> None:
