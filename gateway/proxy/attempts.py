@@ -15,7 +15,7 @@ from moongate.gateway.instances.links import Links
 from moongate.gateway.proxy.engine_answers import EngineAnswers
 from moongate.gateway.proxy.exchange import Exchange
 from moongate.gateway.proxy.failures import as_gateway_error
-from moongate.gateway.proxy.handing_over import FAILURES, Opened, PrefillFailed
+from moongate.gateway.proxy.handing_over import FAILURES, Opened, PrefillFailed, PrefillRefused
 from moongate.gateway.proxy.pairs import Pairs
 from moongate.gateway.proxy.refusals import Refusals, Refused
 from moongate.gateway.proxy.sending import Sender
@@ -66,6 +66,13 @@ class Attempts:
                     failure = error
                     account.attempted(forward, FAILURES[type(error)].value)
                     command = self._report(exchange, FAILURES[type(error)])
+                except PrefillRefused as error:
+                    account.attempted(forward, None)
+                    refusals.keep(Refused(error.opened, forward))
+                    status = error.opened.answer.status
+                    command = self._report(
+                        exchange, FailureKind.RATE_LIMITED, status, is_prefill=True
+                    )
                 except PrefillFailed as error:
                     failure = error.cause
                     account.attempted(forward, error.kind.value)
@@ -84,7 +91,7 @@ class Attempts:
                 forward = command
 
     async def _attempt(self, exchange: Exchange, forward: Forward) -> Opened:
-        """Return the answer's beginning. Raises: UpstreamError, PrefillFailed."""
+        """Return the answer's beginning. Raises: UpstreamError, PrefillFailed, PrefillRefused (429)."""
         link = self._links.get(forward.holder.instance_id)
         if forward.prefill is None and not forward.is_redelivery:
             exchange.handoff = None

@@ -44,7 +44,11 @@ class Pairs:
         self._adopt = adopt
 
     async def attempt(self, exchange: Exchange, forward: Forward, link: Link) -> Opened:
-        """Return the answer's beginning. `link`: to the decode instance. Raises: UpstreamError, PrefillFailed."""
+        """Return the answer's beginning. `link`: to the decode instance.
+
+        Raises: UpstreamError, PrefillFailed; PrefillRefused with
+        429, since another instance may have room.
+        """
         if forward.is_redelivery:
             assert exchange.handoff is not None
             handoff = exchange.handoff
@@ -55,6 +59,9 @@ class Pairs:
             opened = await handoff.opened()
         except PrefillRefused as error:
             opened = error.opened
+            if opened.answer.status == 429:
+                self._count(HandoffResult.REFUSED)
+                raise
         except asyncio.CancelledError:
             self._leave_to_itself(exchange, handoff)
             raise

@@ -104,6 +104,22 @@ async def test_c67_what_a_prefill_instance_refuses_is_refused(status: int) -> No
         await fleet.until_idle()
 
 
+async def test_c25_a_prefill_instance_without_room_is_no_reason_to_refuse() -> None:
+    async with pd_fleet(prefill=2, policy=TAKING_TURNS) as fleet:
+        fleet.prefill[0].debugging.fail_next(status=429)
+        answer = await fleet.complete()
+        assert (answer.status_code, answer.headers["x-moongate-prefill-instance"]) == (200, "p1")
+        assert await fleet.gateway.metric("moongate_retries_total", reason="rate_limited") == 1
+        await fleet.until_idle()
+        for engine in fleet.prefill:  # then where it is decoded
+            engine.debugging.fail_next(status=429)
+        answer = await fleet.complete()
+        assert answer.status_code == 200
+        assert "x-moongate-prefill-instance" not in answer.headers
+        await fleet.until_idle()
+        assert all(i.breaker.is_closed for i in fleet.gateway.core.fleet)
+
+
 async def test_a_prefill_instance_that_is_gone_costs_no_request() -> None:
     async with pd_fleet(policy=TAKING_TURNS) as fleet:
         await fleet.complete()
