@@ -8,7 +8,6 @@ exchange it writes that an attempt on one instance has no `handoff`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from moongate.gateway.driver import RequestCommand
 from moongate.gateway.instances.links import Links
@@ -42,7 +41,8 @@ class Attempts:
         Raises: GatewayError, if no instance gives one.
         """
         account = exchange.account
-        with contextlib.closing(Refusals()) as refusals:
+        refusals = Refusals()
+        try:
             while True:
                 account.forwarded(forward, request, is_stream=exchange.body.is_stream)
                 opened: Opened | None = None
@@ -89,6 +89,8 @@ class Attempts:
                     await self._relay_refusal(exchange, refusals.best(), failure)
                     return
                 forward = command
+        finally:
+            refusals.close()
 
     async def _attempt(self, exchange: Exchange, forward: Forward) -> Opened:
         """Return the answer's beginning. Raises: UpstreamError, PrefillFailed, PrefillRefused (429)."""
