@@ -728,12 +728,22 @@ class _Exchange:
         outcome: Outcome,
         completion_tokens: int | None = None,
         cached_tokens: int | None = None,
+        usage: UsageReader | None = None,
     ) -> None:
-        """Give the reservation back, once."""
+        """Give the reservation back, once. `usage`: of a whole answer; None: as far as a stream has come."""
         if self._is_reserved and not self._is_adopted:
             self._is_reserved = False
-            finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens)
+            told = self._told_tokens(usage or self._usage)
+            finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens, *told)
             self._path.driver.handle(finished)
+
+    def _told_tokens(self, usage: UsageReader) -> tuple[int | None, int | None]:
+        """Return the tokens of all answers, as far as they came, and of the prompt: for those that had to wait."""
+        if self._path.driver.core.admission is None:
+            return None, None
+        told = usage.completion_tokens()
+        generated = told if told is not None or not self._is_stream else usage.events
+        return generated, usage.prompt_tokens() if self._route.is_cached else None
 
     # --- answering --------------------------------------------------------------------------------
 
@@ -892,7 +902,7 @@ class _Exchange:
         )
         completion_tokens = output_tokens if self._has_one_choice else None
         outcome = Outcome.REFUSED if 400 <= status < 500 else Outcome.ANSWERED
-        self._finish(outcome, completion_tokens, cached_tokens)
+        self._finish(outcome, completion_tokens, cached_tokens, usage)
         self._account.count(status)
 
     def _has_exact_prompt(self) -> bool:
