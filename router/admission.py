@@ -234,10 +234,9 @@ class Admission:
         prompt = max(_prompt_tokens(request) - reused_tokens, 0)
         return max(int(prompt + answer * request.answers), 1)
 
-    def note_answers(self, tokens: int, count: int) -> None:
-        """So many answers were so long together."""
-        weight = min(count, ANSWER_MEMORY) / ANSWER_MEMORY
-        self.answer_tokens += (tokens / count - self.answer_tokens) * weight
+    def note_answer(self, tokens: int) -> None:
+        """An answer was so long."""
+        self.answer_tokens += (tokens - self.answer_tokens) / ANSWER_MEMORY
 
     def offer(self, request: Request, tokens: int, now: float) -> Reject | None:
         """Let a request wait. Return what is refused for it: it itself, or another. None: nothing."""
@@ -315,8 +314,8 @@ class Admission:
     def ended(self, request: Request, event: RequestFinished) -> None:
         """A request that has run is over: learn from it, and correct what it was charged for."""
         tokens = event.generated_tokens
-        if event.outcome is Outcome.ANSWERED and tokens is not None and request.answers:
-            self.note_answers(tokens, request.answers)
+        if event.outcome is Outcome.ANSWERED and tokens is not None and request.answers == 1:
+            self.note_answer(tokens)
         started = self.started.pop(request.id, None)
         if started is not None:
             cost = started.find_cost(event)
