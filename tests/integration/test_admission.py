@@ -315,8 +315,8 @@ async def test_whatever_a_tenant_says_of_its_answers_its_share_is_what_they_have
         async with live_gateway(
             [engine.url], admission={"instance_requests_max": 1}, auth={"keys": keys}
         ) as gateway:
-            answered = await Contest(gateway).run(200, says)
-    assert abs(answered["a"] - answered["b"]) <= 60, answered
+            answered = await Contest(gateway).run(120, says)
+    assert abs(answered["a"] - answered["b"]) <= 50, answered  # a quantum is twenty
 
 
 # --- others' queues, and nobody left --------------------------------------------------------------
