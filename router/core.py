@@ -60,6 +60,7 @@ from moongate.router.events import (
     SourceReconnected,
     WakeUp,
 )
+from moongate.router.fair_queue import kind_of
 from moongate.router.fleet import Fleet, InstanceState
 from moongate.router.index import OwnershipIndex
 from moongate.router.lineage import Lineages, RecentSessions
@@ -191,12 +192,8 @@ class RouterCore:
         self.peers.expire(now)
         commands = self._dispatch(event, now)
         admission = self.admission
-        if admission is not None and admission.has_waiting and not isinstance(event, SourceEvent):
+        if admission is not None and admission.has_waiting and _may_admit(event):
             commands += self._admit(admission, now)
-            commands = [
-                c for c in commands
-                if not isinstance(c, Hold) or admission.is_waiting(c.request_id)
-            ]  # fmt: skip
         return [*commands, *self.outbox.take(), *self._schedule(now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
@@ -332,32 +329,38 @@ class RouterCore:
         return forward
 
     def _start_or_hold(self, admission: Admission, request: Request, now: float) -> list[Command]:
+        # What waits is asked first: the end of a breaker's back-off makes room without an event.
+        commands = self._admit(admission, now) if admission.has_waiting else []
         full = admission.full_instances()
-        if not admission.has_waiting and (not full or admission.can_start(request, full, now)):
+        if not full or admission.can_start(kind_of(request), full, now):
             choice = self._choose(request, now, self._random_below, full)
-            return [self._refuse(request) if choice is None else self._begin(request, choice, now)]
-        if not admission.is_served(request, now):
-            return [self._refuse(request)]
+            begun = self._refuse(request) if choice is None else self._begin(request, choice, now)
+            return [*commands, begun]
+        if not admission.is_served(kind_of(request), now):
+            return [*commands, self._refuse(request)]
         tokens = admission.expected_tokens(request, self._chooser.find_reuse(request, now))
         refused = admission.offer(request, tokens, now)
         if refused is None:
-            return [Hold(request.id)]
+            return [*commands, Hold(request.id)]
         is_own = refused.request_id == request.id
-        return [refused] if is_own else [refused, Hold(request.id)]
+        return [*commands, refused, *([] if is_own else [Hold(request.id)])]
 
     def _admit(self, admission: Admission, now: float) -> list[Command]:
-        """Let start what can, and refuse what has waited for too long."""
-        commands: list[Command] = [*admission.expire(now)]
+        """Let start what can, and refuse what has waited for too long, or for nobody any more."""
+        commands: list[Command] = [self._refuse(r) for r in admission.take_unserved(now)]
+        commands += admission.expire(now)
         while True:
             full = admission.full_instances()
             if len(full) == len(self.fleet):
                 return commands  # nobody could start: the queue need not be asked
-            waiting = admission.take(admission.starter(full, now), now)
-            if waiting is None:
+            taken = admission.take(admission.starter(full, now), now)
+            if taken is None:
                 return commands
-            choice = self._choose(waiting.request, now, self._random_below, full)
-            assert choice is not None, waiting
-            commands.append(self._begin(waiting.request, choice, now))
+            request = taken.waiting.request
+            choice = self._choose(request, now, self._random_below, full)
+            assert choice is not None, taken
+            admission.begin(taken, choice.decision.reused_tokens)
+            commands.append(self._begin(request, choice, now))
 
     def _refuse(self, request: Request) -> Reject:
         """Its model is unknown to the whole fleet, or no instance that has it (or may) is up."""
@@ -380,8 +383,7 @@ class RouterCore:
         if self.admission is not None:
             if self.admission.leave(event.request_id):
                 return []
-            if event.completion_tokens is not None:
-                self.admission.note_answer(event.completion_tokens)
+            self.admission.ended(self.requests[event.request_id].request, event)
         leg = self._requests.tracked[event.request_id].leg
         assert leg is not None
         commands = self._requests.finished(event, now)
@@ -416,6 +418,8 @@ class RouterCore:
         if forward is not None:
             return [*commands, forward]
         self._forget_beginning(event.request_id)
+        if self.admission is not None:
+            self.admission.gave_up(event.request_id)
         return [*commands, requests.give_up(event.request_id)]
 
     def _try_again(
@@ -560,6 +564,11 @@ class RouterCore:
                 self.index.remove_holder(holder)
         self.fleet.remove(instance.spec.id)
         self.candidates.reset()
+
+
+def _may_admit(event: Event) -> bool:
+    """Tell whether what waits may be able to start by the event. At an arrival it is asked before that."""
+    return not isinstance(event, SourceEvent | RequestArrived)
 
 
 def _earliest(*times: float | None) -> float | None:

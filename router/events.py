@@ -287,6 +287,8 @@ class RequestFinished:
     outcome: Outcome
     completion_tokens: int | None = None  # of an answer with one choice; None: not told
     cached_tokens: int | None = None  # of the prompt, by the engine's report; None: not told
+    generated_tokens: int | None = None  # of all answers, as far as they came; None: not known
+    prompt_tokens: int | None = None  # by the engine's report; None: not told
 
 
 # --- the pool -------------------------------------------------------------------------------------

@@ -134,3 +134,4 @@ def _check_waiting(core: RouterCore) -> None:
     assert len(admission.queue) <= admission.limits.queue_requests_max
     for waiting in admission.queue:
         assert waiting.request.id not in core.requests, f"{waiting.request.id} waits and runs"
+    assert admission.started.keys() <= core.requests.keys(), "a charge of what has ended"

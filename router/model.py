@@ -227,7 +227,8 @@ class Request:
     tenant: str = ""  # whose key it has; "": no keys are asked for
     priority: int = 0  # within its tenant, where it has to wait: lower is sooner
     size_tokens: int = 0  # of the body, about: what is known where the prompt isn't
-    answer_tokens_max: int | None = None  # as the client wishes; None: it doesn't say
+    answers: int = 1  # that it asks for: choices, of each of its prompts; 0: none is generated
+    answer_tokens_max: int | None = None  # of each, as the engine obeys it; None: no limit
     wait_s_max: float | None = None  # that the client allows before it starts; None: it doesn't say
 
     @property

@@ -290,6 +290,7 @@ class VirtualFleet:
     def _end(self, sent: Sent) -> None:
         sent.ended_at = self.now
         count = len(sent.output_ids)
-        self.handle(RequestFinished(sent.request_id, Outcome.ANSWERED, count))
+        finished = RequestFinished(sent.request_id, Outcome.ANSWERED, count, generated_tokens=count)
+        self.handle(finished)
         if sent.then is not None:
             sent.then(sent)

@@ -301,8 +301,8 @@ class VirtualGateway:
             return
         exchange.ended_at = self._now
         del self.requests[job.id]
-        cached = None if job.receives else job.cached_tokens
-        self.handle(RequestFinished(exchange.id, Outcome.ANSWERED, exchange.answer_tokens, cached))
+        cached, length = None if job.receives else job.cached_tokens, exchange.answer_tokens
+        self.handle(RequestFinished(exchange.id, Outcome.ANSWERED, length, cached, length))
         exchange.done(exchange)
 
     def _prefilled(self, exchange: Exchange, job: Job) -> None:

@@ -96,7 +96,7 @@ class EngineAnswers:
         logger.warning("%s broke its answer off: %s", instance, error)
         exchange.account.broken_off()
         self._metrics.broken_off.add(1, instance)
-        exchange.reservation.finish(Outcome.BROKEN_OFF)
+        exchange.reservation.finish(Outcome.BROKEN_OFF, told=exchange.told_tokens)
         exchange.account.count(status)
 
     def _end(self, exchange: Exchange, status: int, forward: Forward, usage: UsageReader) -> None:
@@ -133,7 +133,9 @@ class EngineAnswers:
         )
         completion_tokens = output_tokens if exchange.has_one_choice else None
         outcome = Outcome.REFUSED if 400 <= status < 500 else Outcome.ANSWERED
-        exchange.reservation.finish(outcome, completion_tokens, cached_tokens)
+        exchange.reservation.finish(
+            outcome, completion_tokens, cached_tokens, told=exchange.told_by(usage)
+        )
         account.count(status)
 
 

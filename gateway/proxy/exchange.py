@@ -6,7 +6,8 @@ field that changes is written by the one part that is named above it, and read b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from moongate.gateway.auth.access import Meter
@@ -20,7 +21,7 @@ from moongate.gateway.prompts.prompt import ReadPrompt
 from moongate.gateway.proxy.account import Account
 from moongate.gateway.proxy.client import Client
 from moongate.gateway.proxy.handing_over import HandoffRun
-from moongate.gateway.proxy.reservation import Reservation
+from moongate.gateway.proxy.reservation import Reservation, ToldTokens
 from moongate.gateway.responses.response_turns import ResponseTurn
 from moongate.router import RequestId
 
@@ -66,3 +67,17 @@ class Exchange:
     def has_exact_prompt(self) -> bool:
         """Tell whether the prompt's token ids are the engine's very own."""
         return self.read.prompt is not None and self.read.prompt.is_exact
+
+    def told_tokens(self) -> ToldTokens:
+        """Return what a stream has come to, as far as it came."""
+        return _told(self, self.usage)
+
+    def told_by(self, usage: UsageReader) -> Callable[[], ToldTokens]:
+        """Return what tells what a whole answer came to."""
+        return functools.partial(_told, self, usage)
+
+
+def _told(exchange: Exchange, usage: UsageReader) -> ToldTokens:
+    told = usage.completion_tokens()
+    generated = told if told is not None or not exchange.is_stream else usage.events
+    return ToldTokens(generated, usage.prompt_tokens() if exchange.route.is_cached else None)

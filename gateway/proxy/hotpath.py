@@ -186,13 +186,13 @@ class HotPath:
         except Exception:
             self._own_answers.fail(exchange)
         except asyncio.CancelledError:
-            exchange.reservation.finish(Outcome.CLIENT_LEFT)
+            exchange.reservation.finish(Outcome.CLIENT_LEFT, told=exchange.told_tokens)
             if not account.is_counted:  # else it has all it wanted
                 self._own_answers.end_early(exchange)
             raise
         finally:
             # Whatever happened, the instance's reservation ends here.
-            exchange.reservation.finish(Outcome.BROKEN_OFF)
+            exchange.reservation.finish(Outcome.BROKEN_OFF, told=exchange.told_tokens)
             if exchange.meter is not None:
                 _end_meter(exchange, exchange.meter)
             if self._seeding is not None:

@@ -102,7 +102,7 @@ class Pairs:
                 self._count(await handoff.finish_alone(try_others))
             finally:
                 reservation.is_adopted = False
-                reservation.finish(Outcome.CLIENT_LEFT)
+                reservation.finish(Outcome.CLIENT_LEFT, told=exchange.told_tokens)
 
         self._adopt(finish())
 

@@ -95,7 +95,7 @@ class RequestReader:
         `has_room`: for one more hand-off. Raises: GatewayError (400).
         """
         hands_over = self._core.fleet.has_prefill(model)
-        wishes = read_wishes(headers, body)
+        wishes = read_wishes(headers, body, route)
         return Request(
             id=request_id,
             model=model,
@@ -110,6 +110,7 @@ class RequestReader:
             tenant=tenant.name,
             priority=wishes.priority,
             size_tokens=wishes.size_tokens,
+            answers=wishes.answers,
             answer_tokens_max=wishes.answer_tokens_max,
             wait_s_max=wishes.wait_s_max,
         )

@@ -6,6 +6,9 @@ that goes on without its client has come to its end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from moongate.gateway.driver import Driver, RequestCommand
 from moongate.router import (
     FailureKind,
@@ -18,6 +21,16 @@ from moongate.router import (
     RequestFirstByte,
     RequestId,
 )
+
+
+class ToldTokens(NamedTuple):
+    """What a request came to: the tokens of all its answers, as far as they came, and of its prompt. None: not told."""
+
+    generated: int | None = None
+    prompt: int | None = None
+
+
+NOTHING_TOLD = ToldTokens()
 
 
 class Reservation:
@@ -58,9 +71,15 @@ class Reservation:
         outcome: Outcome,
         completion_tokens: int | None = None,
         cached_tokens: int | None = None,
+        *,
+        told: Callable[[], ToldTokens] | None = None,
     ) -> None:
-        """Give it back, once. Tokens: as the engine reported them."""
+        """Give it back, once. Tokens: as the engine reported them. `told`: asked where requests may have to wait."""
         if self.is_held and not self.is_adopted:
             self.is_held = False
-            finished = RequestFinished(self._id, outcome, completion_tokens, cached_tokens)
+            is_charged = self._driver.core.admission is not None
+            all_told = told() if told is not None and is_charged else NOTHING_TOLD
+            finished = RequestFinished(
+                self._id, outcome, completion_tokens, cached_tokens, *all_told
+            )
             self._driver.handle(finished)

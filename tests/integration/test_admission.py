@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, Received, chat_answer
+from fake_engine import FakeEngine, Received, chat_answer, stream_event
 from live_gateway import LiveGateway, live_gateway, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -242,3 +243,115 @@ async def test_when_the_gateway_stops_what_still_waits_is_told_so() -> None:
         assert gate.contents == ["runs"]
         with contextlib.suppress(httpx.HTTPError):
             await asked.tasks["runs"]
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+LONG_ANSWER = chat_answer().replace(b'"completion_tokens": 1', b'"completion_tokens": 200')
+
+
+async def answer_at_length(request: Received) -> None:
+    """Answer with 200 tokens; in streams without saying so."""
+    if not request.json().get("stream"):
+        await request.answer(200, LONG_ANSWER)
+        return
+    await request.start_stream()
+    await request.send_chunk(stream_event("x") * 200)
+    await request.send_chunk(b"data: [DONE]\n\n")
+    await request.send_chunk(b"")
+
+
+class Contest:
+    """Two tenants that ask again and again, each with eight clients; how many are answered of whom."""
+
+    def __init__(self, gateway: LiveGateway) -> None:
+        self._gateway = gateway
+        self.answered = Counter[str]()
+        self._over = asyncio.Event()
+
+    async def run(self, count: int, says: Mapping[str, Any]) -> Counter[str]:
+        """Let about so many be answered, after half as many. `says`: what the second adds."""
+        fields = {"a": {"max_tokens": 4000}, "b": {"max_tokens": 4000, **says}}
+        clients = [
+            asyncio.create_task(self._ask_on(name, fields[name])) for name in "ab" for _ in range(8)
+        ]
+        await until(lambda: self.answered.total() >= count // 2, timeout_s=20)
+        self.answered.clear()
+        await until(lambda: self.answered.total() >= count, timeout_s=20)
+        result = self.answered.copy()
+        self._over.set()
+        await asyncio.gather(*clients)
+        return result
+
+    async def _ask_on(self, name: str, fields: Mapping[str, Any]) -> None:
+        while not self._over.is_set():
+            headers = {"authorization": f"Bearer {KEYS[name]}"}
+            answer = await self._gateway.chat(headers=headers, **fields)
+            assert answer.status_code == 200
+            self.answered[name] += 1
+
+
+KEYS = {"a": "sk-aaaaaaaa", "b": "sk-bbbbbbbb"}
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {},
+        {"max_output_tokens": 1},
+        {"max_tokens": 1, "max_completion_tokens": 4000},
+        {"max_tokens": 1, "stream": True},
+        {"n": 100},
+    ],
+)
+async def test_whatever_a_tenant_says_of_its_answers_its_share_is_what_they_have(
+    says: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, key in KEYS.items():
+        monkeypatch.setenv(f"KEY_{name}", key)
+    keys = [{"tenant": name, "key_env": f"KEY_{name}"} for name in KEYS]
+    async with FakeEngine(answer_at_length) as engine:
+        async with live_gateway(
+            [engine.url], admission={"instance_requests_max": 1}, auth={"keys": keys}
+        ) as gateway:
+            answered = await Contest(gateway).run(120, says)
+    assert abs(answered["a"] - answered["b"]) <= 50, answered  # a quantum is twenty
+
+
+# --- others' queues, and nobody left --------------------------------------------------------------
+
+
+async def test_what_can_start_starts_though_the_queue_for_others_is_full() -> None:
+    gate = Gate()
+    async with gate.engine, FakeEngine(model="other") as other:
+        async with live_gateway(
+            [gate.engine.url, other.url],
+            admission={"instance_requests_max": 1},
+            limits={"queue_requests_max": 2},
+        ) as gateway:
+            asked = Asked(gateway)
+            for content in ("runs", "waits", "waits too"):
+                await asked.ask(content)
+            assert (await gateway.chat(model="other")).status_code == 200
+            gate.let_through(3)
+            assert await asked.statuses() == [200] * 3
+
+
+async def test_c91_when_the_last_instance_goes_what_waits_is_refused_at_once() -> None:
+    async with gated() as (gateway, gate):
+        asked = Asked(gateway)
+        for content in ("runs", "waits", "waits too"):
+            await asked.ask(content)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert (await gateway.client.post("/admin/instances/a/drain")).status_code < 300
+        for content in ("waits", "waits too"):
+            answer = await asked.tasks[content]
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_instance")
+            assert int(answer.headers["retry-after"]) >= 1
+        assert loop.time() - began < 2.0
+        newcomer = await gateway.chat()
+        assert newcomer.json()["error"]["code"] == "no_instance"
+        gate.let_through()
+        assert (await asked.tasks["runs"]).status_code == 200

@@ -473,7 +473,10 @@ class History:
         assert {each.request.id for each in waiting} == self.held.keys()
         if admission is not None and not isinstance(event, SourceEvent):
             can_start = admission.starter(admission.full_instances(), self.now)
-            assert not any(map(can_start, waiting))
+            kinds = {each.kind for each in waiting}
+            assert kinds == set(admission.queue.kinds)
+            assert not any(map(can_start, kinds))
+            assert all(admission.is_served(kind, self.now) for kind in kinds)
             assert all(each.deadline > self.now for each in waiting)
 
     def _forwarded(self, forward: Forward) -> None:
@@ -863,6 +866,7 @@ class History:
             stays_whole=not may_hand_over and chance.random() < 0.3,
             tenant=self.bound_chance.choice(["", "", "t"]),
             priority=self.bound_chance.choice([0, 0, -1, 1]),
+            answers=self.bound_chance.choice([0, 1, 1, 50]),
         )
         self.core.covers(request, self.now)  # changes nothing
         explained = self.core.explain(request, self.now)
@@ -980,7 +984,12 @@ class History:
         del self.open[found[0]]
         self.ended[found[0]] += 1
         outcome, cached_tokens = self.chance.choice(list(Outcome)), self.chance.choice([None, 0, 3])
-        self.handle(RequestFinished(found[0], outcome, cached_tokens=cached_tokens))
+        generated_tokens = self.bound_chance.choice([None, 0, 50, 100_000])
+        self.handle(
+            RequestFinished(
+                found[0], outcome, cached_tokens=cached_tokens, generated_tokens=generated_tokens
+            )
+        )
 
     # --- time -------------------------------------------------------------------------------------
 

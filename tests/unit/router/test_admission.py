@@ -15,8 +15,10 @@ from moongate.router import (
     Forward,
     Hold,
     Holder,
+    InstanceDescribed,
     InstanceDraining,
     InstanceProbed,
+    InstanceRemoved,
     Outcome,
     Prompt,
     Reject,
@@ -195,6 +197,146 @@ def test_who_prefills_for_others_has_bounds_too() -> None:
     # A decode instance has room, but its prompt would have to be computed there.
     held = arrive(core, "s", **fields, prompt=request("p", *range(20, 29)).prompt)
     assert held == [Hold(RequestId("s"))]
+
+
+# --- other models' queues -------------------------------------------------------------------------
+
+
+def two_models(**limits: Any) -> RouterCore:
+    """Return a core whose A runs MODEL and B the model `other`, one request each."""
+    core = bounded(A, **limits)
+    add(core, B, described=facts("other"))
+    return core
+
+
+def test_what_can_start_starts_though_the_queue_for_others_is_full() -> None:
+    core = two_models(queue_requests_max=2)
+    for name in ("r", "s", "t"):
+        arrive(core, name, tenant="a")
+    assert started(arrive(core, "u", tenant="b", model="other")) == ["u"]
+    assert core.admission is not None
+    assert [each.request.id for each in core.admission.queue] == ["s", "t"]
+
+
+def test_what_can_start_starts_though_others_wait_for_long() -> None:
+    core = warmed_up(wait_s_max=5.0)
+    add(core, B, described=facts("other"))
+    for n in range(7):
+        arrive(core, f"s{n}", now=10.0)
+    assert started(arrive(core, "u", now=10.0, model="other")) == ["u"]
+
+
+def test_a_wait_is_estimated_among_those_that_compete_for_the_same_instances() -> None:
+    core = warmed_up(wait_s_max=5.0)
+    add(core, B, described=facts("other"))
+    for n in range(7):
+        arrive(core, f"s{n}", now=10.0)
+    arrive(core, "runs", now=10.0, model="other")
+    # Nothing is known of the pace of these; and none of those seven are before them.
+    for n in range(3):
+        assert arrive(core, f"u{n}", now=10.0, model="other") == [Hold(RequestId(f"u{n}"))]
+    (reject,) = arrive(core, "late", now=10.0)
+    assert isinstance(reject, Reject)
+    assert reject.retry_after_s == pytest.approx(7.0, rel=0.01)
+
+
+def test_an_adapters_requests_compete_with_those_of_its_model() -> None:
+    core = warmed_up(wait_s_max=5.0)
+    core.handle(InstanceDescribed(A, facts(MODEL, adapters=("adapter",))), 10.0)
+    for n in range(7):
+        arrive(core, f"s{n}", now=10.0)
+    (reject,) = arrive(core, "late", now=10.0, model="adapter")
+    assert isinstance(reject, Reject)
+    assert reject.reason is RejectReason.QUEUE_TIMEOUT
+
+
+def test_in_a_full_queue_the_model_with_most_waiting_gives_way() -> None:
+    core = two_models(queue_requests_max=3)
+    arrive(core, "runs there", model="other")
+    for name in ("r", "s", "t", "u"):
+        arrive(core, name)
+    reject, hold = arrive(core, "v", model="other")
+    assert isinstance(reject, Reject)
+    assert (reject.request_id, reject.reason) == ("u", RejectReason.QUEUE_FULL)
+    assert hold == Hold(RequestId("v"))
+
+
+def test_what_may_not_wait_at_all_takes_nobodys_place() -> None:
+    core = bounded(A, queue_requests_max=2)
+    for name in ("r", "s", "t"):
+        arrive(core, name, tenant="a")
+    (reject,) = arrive(core, "u", tenant="b", wait_s_max=0.0)
+    assert isinstance(reject, Reject)
+    assert (reject.request_id, reject.reason) == ("u", RejectReason.QUEUE_TIMEOUT)
+
+
+# --- nobody is left -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (InstanceProbed(A, is_healthy=False, is_gone=True), RejectReason.NO_INSTANCE),
+        (InstanceDraining(A, is_draining=True), RejectReason.NO_INSTANCE),
+        (InstanceRemoved(A), RejectReason.UNKNOWN_MODEL),  # all that are left are known
+    ],
+)
+def test_when_nobody_is_left_what_waits_is_refused_as_newcomers_are(
+    event: Event, reason: RejectReason
+) -> None:
+    core = two_models()
+    for name in ("r", "s", "t"):
+        arrive(core, name)
+    arrive(core, "runs there", model="other")
+    arrive(core, "stays", model="other")
+    told = without_wakes(core.handle(event, 1.0))
+    rejects = [command for command in told if isinstance(command, Reject)]
+    assert [reject.request_id for reject in rejects] == ["s", "t"]
+    (newcomer,) = arrive(core, "u", now=1.0)
+    assert isinstance(newcomer, Reject)
+    assert newcomer.reason is reason
+    as_newcomer = dataclasses.replace(newcomer, request_id=RequestId("s"))
+    assert rejects[0] == as_newcomer
+    assert core.admission is not None
+    assert [each.request.id for each in core.admission.queue] == ["stays"]
+
+
+def test_when_its_model_is_gone_what_waits_is_told_so() -> None:
+    core = bounded(A)
+    arrive(core, "r")
+    arrive(core, "s")
+    commands = core.handle(InstanceDescribed(A, facts("another")), 0.0)
+    (reject,) = (command for command in commands if isinstance(command, Reject))
+    assert (reject.request_id, reject.reason) == ("s", RejectReason.UNKNOWN_MODEL)
+
+
+def test_one_failed_check_of_several_refuses_nothing() -> None:
+    core = bounded(A)
+    arrive(core, "r")
+    arrive(core, "s")
+    assert without_wakes(core.handle(InstanceProbed(A, is_healthy=False), 0.0)) == []
+    commands = core.handle(InstanceProbed(A, is_healthy=False), 1.0)
+    assert [type(c) for c in without_wakes(commands)] == [Reject]
+
+
+def test_while_one_is_left_that_could_take_it_a_request_waits() -> None:
+    core = bounded(A, B)
+    for name in ("r", "s", "t"):
+        arrive(core, name)
+    assert without_wakes(core.handle(InstanceProbed(B, is_healthy=False, is_gone=True), 0.0)) == []
+    assert core.admission is not None
+    assert [each.request.id for each in core.admission.queue] == ["t"]
+
+
+def test_open_breakers_alone_refuse_nothing() -> None:
+    core = bounded(A)
+    arrive(core, "r")
+    arrive(core, "s")
+    for instance in core.fleet:
+        instance.breaker.failed(RequestId("x"), 0.0)
+    core.candidates.reset()
+    assert without_wakes(core.handle(WakeUp(), 0.0)) == []
+    assert started(finish(core, "r")) == ["s"]
 
 
 # --- leaving and time -----------------------------------------------------------------------------

@@ -7,7 +7,14 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.router.fair_queue import PASSED_MAX, QUANTUM_TOKENS, FairQueue, Waiting
+from moongate.router.fair_queue import (
+    PASSED_MAX,
+    QUANTUM_TOKENS,
+    CanStart,
+    FairQueue,
+    Kind,
+    Waiting,
+)
 from moongate.router.model import Request, RequestId
 
 from .builders import MODEL
@@ -34,17 +41,30 @@ def queue_of(*waiting: Waiting) -> FairQueue:
     return queue
 
 
-def anything(_: Waiting) -> bool:
+def anything(_: Kind) -> bool:
     return True
+
+
+def take(queue: FairQueue, can_start: CanStart = anything) -> Waiting | None:
+    taken = queue.take(can_start)
+    return taken.waiting if taken is not None else None
+
+
+def tokens(queue: FairQueue) -> int:
+    return queue.tokens(queue.kinds)
+
+
+def tokens_before(queue: FairQueue, waiting: Waiting) -> int:
+    return queue.tokens_before(waiting, queue.kinds)
 
 
 def drain(queue: FairQueue) -> list[str]:
     """Take all, and return the names in order."""
     names: list[str] = []
-    while (waiting := queue.take(anything)) is not None:
+    while (waiting := take(queue)) is not None:
         names.append(waiting.request.id)
     assert len(queue) == 0
-    assert queue.tokens == 0
+    assert tokens(queue) == 0
     return names
 
 
@@ -81,7 +101,7 @@ def test_a_long_prompt_gets_its_turn_though_short_ones_go_on_coming() -> None:
         queue.add(one(f"s{n}", 2000, session=f"s{n}"))
     taken: list[str] = []
     while "long" not in taken:
-        waiting = queue.take(anything)
+        waiting = take(queue)
         assert waiting is not None
         taken.append(waiting.request.id)
         queue.add(one(f"t{len(taken)}", 2000, session=waiting.session))
@@ -117,12 +137,12 @@ def test_priorities_count_within_a_tenant_only() -> None:
 def test_tenants_share_by_tokens_however_many_requests_and_sessions_they_have() -> None:
     many = [one(f"a{n}", 1000, tenant="a", session=f"a{n}") for n in range(200)]
     few = [one(f"b{n}", 10_000, tenant="b", session="b") for n in range(20)]
-    queue, tokens = queue_of(*many, *few), Counter[str]()
+    queue, served = queue_of(*many, *few), Counter[str]()
     for _ in range(66):
-        waiting = queue.take(anything)
+        waiting = take(queue)
         assert waiting is not None
-        tokens[waiting.request.tenant] += waiting.tokens
-    assert abs(tokens["a"] - tokens["b"]) <= QUANTUM_TOKENS + 10_000
+        served[waiting.request.tenant] += waiting.tokens
+    assert abs(served["a"] - served["b"]) <= QUANTUM_TOKENS + 10_000
 
 
 # --- what can't start, and leaves -----------------------------------------------------------------
@@ -131,10 +151,10 @@ def test_tenants_share_by_tokens_however_many_requests_and_sessions_they_have() 
 def test_what_can_not_start_holds_nobody_up() -> None:
     queue = queue_of(one("x", model="x", session="s"), one("m", session="s"), one("n"))
 
-    def is_m(waiting: Waiting) -> bool:
-        return waiting.request.model == MODEL
+    def is_m(kind: Kind) -> bool:
+        return kind.model == MODEL
 
-    taken = [queue.take(is_m) for _ in range(3)]
+    taken = [take(queue, is_m) for _ in range(3)]
     assert [w.request.id if w else None for w in taken] == ["m", "n", None]
     assert drain(queue) == ["x"]
 
@@ -145,7 +165,7 @@ def test_who_leaves_is_gone() -> None:
     assert removed is not None
     assert queue.remove(RequestId("b")) is None
     assert queue.find(RequestId("b")) is None
-    assert queue.tokens == 2000
+    assert tokens(queue) == 2000
     assert drain(queue) == ["a", "c"]
 
 
@@ -154,11 +174,11 @@ def test_who_leaves_is_gone() -> None:
 
 def test_a_short_turn_is_told_that_only_a_part_of_long_prompts_comes_before_it() -> None:
     queue = queue_of(*(one(f"l{n}", 100_000, session=f"l{n}") for n in range(3)))
-    assert queue.tokens_before(one("short", 2000)) == 3 * QUANTUM_TOKENS
-    assert queue.tokens_before(one("next", 2000, session="l0")) == 300_000
-    assert queue.tokens_before(one("sooner", 2000, priority=-1)) == 0
-    assert queue.tokens_before(one("later", 2000, priority=1)) == 300_000
-    assert queue.tokens_before(one("other", 2000, tenant="t")) == QUANTUM_TOKENS
+    assert tokens_before(queue, one("short", 2000)) == 3 * QUANTUM_TOKENS
+    assert tokens_before(queue, one("next", 2000, session="l0")) == 300_000
+    assert tokens_before(queue, one("sooner", 2000, priority=-1)) == 0
+    assert tokens_before(queue, one("later", 2000, priority=1)) == 300_000
+    assert tokens_before(queue, one("other", 2000, tenant="t")) == QUANTUM_TOKENS
 
 
 # --- too many -------------------------------------------------------------------------------------
@@ -206,13 +226,13 @@ def test_nothing_is_lost_and_nothing_stays(data: st.DataObject) -> None:
                     priority=data.draw(st.integers(-2, 2)),
                     model=data.draw(st.sampled_from([MODEL, "x"])),
                 )
-                before = queue.tokens_before(waiting)
-                assert 0 <= before <= queue.tokens + QUANTUM_TOKENS
+                before = tokens_before(queue, waiting)
+                assert 0 <= before <= tokens(queue) + QUANTUM_TOKENS
                 queue.add(waiting)
                 added[waiting.request.id] = waiting
             case "take":
                 models = data.draw(st.sampled_from([{MODEL}, {"x"}, {MODEL, "x"}]))
-                taken = queue.take(lambda w, models=models: w.request.model in models)  # type: ignore[misc]
+                taken = take(queue, lambda kind, models=models: kind.model in models)  # type: ignore[misc]
                 could = [w for i, w in added.items() if i not in gone and w.request.model in models]
                 assert (taken is not None) == bool(could)
                 if taken is not None:
@@ -260,7 +280,7 @@ def test_a_request_starts_though_others_come_without_end(
         // min(cost for cost, _, _ in others)
     )
     for step in range(len(others), len(others) + steps_max):
-        waiting = queue.take(anything)
+        waiting = take(queue)
         assert waiting is not None
         if waiting.request.id == "late":
             return

@@ -109,3 +109,91 @@ def test_nobody_is_passed_over_for_good(
             rounds.join(key)
         rounds_needed = -(-wanted // quantum)
         assert all(s <= rounds_needed * quantum + 3000 for s in spent.values()), spent
+
+
+# --- what turns out to have cost more, or less ----------------------------------------------------
+
+
+def test_what_has_cost_more_is_made_up_for() -> None:
+    rounds = waiting("a", "b")
+    costs = {"a": 10, "b": 10}
+    assert serve(rounds, costs) == "a"
+    rounds.correct("a", 30)  # it cost 40
+    assert [serve(rounds, costs) for _ in range(5)] == ["b", "b", "b", "b", "a"]
+
+
+def test_what_has_cost_less_is_given_back() -> None:
+    rounds = waiting("a", "b")
+    assert serve(rounds, {"a": 40}) == "a"
+    rounds.correct("a", -30)
+    assert [serve(rounds, {"a": 10, "b": 10}) for _ in range(6)] == ["a"] * 3 + ["b", "a", "b"]
+
+
+def test_who_leaves_and_owes_pays_while_the_others_are_served() -> None:
+    rounds = waiting("a", "b", "c")
+    costs = {"a": 10, "b": 10, "c": 10}
+    assert serve(rounds, costs) == "a"
+    rounds.leave("a", owes=True)
+    rounds.correct("a", 30, owes=True)
+    assert (list(rounds), len(rounds), "a" in rounds) == (["b", "c"], 2, False)
+    assert [serve(rounds, costs) for _ in range(4)] == ["b", "c", "b", "c"]
+    rounds.join("a")
+    assert [serve(rounds, costs) for _ in range(6)] == ["b", "c", "b", "c", "a", "b"]
+
+
+def test_who_has_paid_begins_anew() -> None:
+    rounds = waiting("a", "b")
+    assert serve(rounds, {"a": 10}) == "a"
+    rounds.leave("a", owes=True)
+    rounds.correct("a", 30, owes=True)
+    assert [serve(rounds, {"b": 10}) for _ in range(10)] == ["b"] * 10
+    assert not rounds._owing
+    rounds.join("a")
+    assert Counter(serve(rounds, {"a": 10, "b": 10}) for _ in range(10)) == {"a": 5, "b": 5}
+
+
+def test_nobody_owes_where_nobody_waits() -> None:
+    rounds = waiting("a", "b")
+    rounds.correct("a", 30)
+    rounds.leave("a", owes=True)
+    rounds.leave("b")
+    rounds.correct("b", 30, owes=True)
+    assert (len(rounds), rounds._deficits, rounds._owing) == (0, {}, set())
+
+
+def test_who_has_left_is_given_nothing_back() -> None:
+    rounds = waiting("a", "b")
+    rounds.leave("a", owes=True)
+    rounds.correct("a", -1000, owes=True)
+    rounds.join("a")
+    assert [serve(rounds, {"a": 10, "b": 10}) for _ in range(4)] == ["b", "a", "b", "a"]
+
+
+def test_who_owes_is_served_all_the_same_when_alone() -> None:
+    rounds = waiting("a", "b")
+    rounds.correct("a", 10**9)
+    assert serve(rounds, {"a": 10}) == "a"
+
+
+@given(st.data())
+def test_whatever_is_corrected_somebody_is_served(data: st.DataObject) -> None:
+    rounds: Rounds[str] = Rounds(100)
+    costs: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        key = data.draw(st.sampled_from("abcd"))
+        match data.draw(st.sampled_from(["join", "serve", "leave", "more", "less"])):
+            case "join":
+                rounds.join(key)
+                costs[key] = data.draw(st.integers(1, 1000))
+            case "leave" if key in costs:
+                rounds.leave(key, owes=data.draw(st.booleans()))
+                del costs[key]
+            case "more":
+                rounds.correct(key, data.draw(st.integers(1, 5000)), owes=True)
+            case "less":
+                rounds.correct(key, -data.draw(st.integers(1, 5000)), owes=True)
+            case _:
+                assert (serve(rounds, costs) is None) == (not costs)
+        assert set(rounds) == costs.keys()
+        assert all(rounds._deficits[owing] < 0 for owing in rounds._owing)
+        assert costs or not rounds._owing
