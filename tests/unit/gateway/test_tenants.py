@@ -214,6 +214,12 @@ def test_a_key_file_is_read_again_when_it_changes(
     assert len(caplog.records) == 1
     assert not access.refresh()  # told once
     assert len(caplog.records) == 1
+
+    file.symlink_to(file)
+    assert not access.refresh()  # for another reason, which is told too
+    assert not access.refresh()
+    assert len(caplog.records) == 2
+    assert "symbolic links" in caplog.records[1].getMessage()
     assert "sk-" not in caplog.text
 
 
