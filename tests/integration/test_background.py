@@ -412,7 +412,7 @@ async def test_what_runs_may_end_before_the_gateway_does() -> None:
         async with live_gateway([engine.url], drain={"limit_s": 20.0}) as gateway:
             queued = await begin(gateway)
             await until(lambda: handler.bodies)
-            store = gateway.server.gateway._hot_path.turns.store  # type: ignore[union-attr]
+            store = gateway.server.gateway._hot_path.background._turns.store  # type: ignore[union-attr]
             gateway.server.request_stop()
             await asyncio.sleep(0.5)
             assert not engine.received[0].client_left.is_set()
@@ -434,7 +434,7 @@ async def test_what_the_gateway_has_no_time_for_has_failed_and_is_told_so(signal
     async with FakeEngine(handler) as engine:
         limit_s = {1: 0.3, 2: 30.0}[signals]
         async with live_gateway([engine.url], drain={"limit_s": limit_s}) as gateway:
-            store = gateway.server.gateway._hot_path.turns.store  # type: ignore[union-attr]
+            store = gateway.server.gateway._hot_path.background._turns.store  # type: ignore[union-attr]
             async with streaming(gateway) as (path, text):
                 for _ in range(signals):
                     gateway.server.request_stop()
