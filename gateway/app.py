@@ -435,6 +435,11 @@ class Gateway:
         self._opened.push_async_callback(pooling.close)
         return pooling
 
+    async def drain(self) -> None:
+        """Let responses in the background end within `drain.limit_s`. A cancellation ends that at once."""
+        if self._hot_path is not None:
+            await self._hot_path.background.drain(self.settings.drain.limit_s)
+
     async def stop(self) -> None:
         """Close what `start` opened, the last first. What can't be closed doesn't keep the others open."""
         await self._opened.aclose()

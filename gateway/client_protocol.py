@@ -7,7 +7,8 @@ itself would cost more than all else there (docs/decisions/0007).
 Beyond what uvicorn does: headers, trailers and addresses without end are refused; trailers are no
 headers; a request that comes before the last one was answered is not answered (pipelining; the
 connection closes after the first answer), nor read before the client has taken in what it was sent; an
-offer of another protocol is passed over, with the body behind it. On proxied routes a client that
+offer of another protocol is passed over, with the body behind it; a request that names no host or several, or
+whose body is coded otherwise than in chunks, is refused. On proxied routes a client that
 closes its side has left, and one that reads slowly slows the engine down instead of filling memory.
 
 Source: uvicorn 0.54 `HttpToolsProtocol`, whose attributes are used; the version is locked, and the
@@ -17,6 +18,7 @@ conformance tests would notice.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
@@ -42,6 +44,9 @@ connection would be reset, perhaps before it has read why."""
 
 PIECES_MAX = 256
 """Pieces of a body that are kept apart: many small ones would take many times their bytes."""
+
+_HOST = re.compile(rb"(?:\[[0-9a-fA-F:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?")
+"""A name, an address, or nothing (RFC 3986, 3.2.2)."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -136,11 +141,13 @@ class ClientRequest:
         lines = [STATUS_LINE[status]]
         has_length = False
         for name, value in (*self._protocol.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
             if name == b"content-length":
+                if status == 204:  # whatever an engine says (RFC 9110, 8.6)
+                    continue
                 has_length = True
             elif name == b"connection":  # only ever "close", of a refusal
                 self.keep_alive = False
+            lines += (name, b": ", value, b"\r\n")
         if not has_length and status not in (204, 304):
             if self._is_http_11:
                 self._is_chunked = True
@@ -304,6 +311,10 @@ class ClientProtocol(HttpToolsProtocol):
         if len(self.url) + fields_bytes > self._headers_bytes_max:
             self._refuse_head()
             return
+        problem = _find_problem(self.parser.get_http_version(), self.headers)
+        if problem is not None:
+            self._refuse(problem)
+            return
         path = _read_path(self.url)
         if path in PROXIED:
             self._begin(PROXIED[path])
@@ -446,6 +457,33 @@ class _BodyReader:
         if self._has_begun:
             self._protocol.discard()  # another request, though this one was to be the last
         self._has_begun = True
+
+
+def _find_problem(version: str, headers: RawHeaders) -> GatewayError | None:
+    """Return why a request is not answered whose head the parser lets pass, None where nothing is wrong with it.
+
+    Source: RFC 9112, 3.2 (host) and 6.1 (transfer codings); RFC 9110, 15.6.6 (versions).
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if version not in ("1.0", "1.1"):
+        return GatewayError(505, f"HTTP/{version}: expected HTTP/1.1", "version_not_supported")
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        told = f"host: expected one such header, there are {len(hosts)}"
+        return GatewayError(400, told, "invalid_request")
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        return GatewayError(400, "host: expected HOST or HOST:PORT", "invalid_request")
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if not codings:
+        return None
+    if version == "1.0":
+        return GatewayError(400, "transfer-encoding: not in HTTP/1.0", "invalid_request")
+    names = [name.strip(b" \t") for name in b",".join(codings).lower().split(b",")]
+    if names == [b"chunked"]:
+        return None
+    message = "transfer-encoding: expected chunked, once, and no other"
+    if names[-1] == b"chunked" and b"chunked" not in names[:-1]:
+        return GatewayError(501, message, "not_implemented")
+    return GatewayError(400, message, "invalid_request")
 
 
 def _waits_for_body(cycle: RequestResponseCycle) -> bool:

@@ -66,17 +66,29 @@ def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
 class _Server(uvicorn.Server):
     """A server whose signals are handled here: uvicorn would raise them again after a clean stop.
 
-    Told to stop at once, it ends the running answers and closes what is open; uvicorn leaves both.
+    Told to stop at once, it ends the running answers and closes what is open; uvicorn leaves both. What runs in the
+    background drains like answers that a client waits for.
     """
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # It begins before uvicorn does, which sleeps a tenth of a second first: whoever follows a response that
+        # is cut is told so before being cut off too.
+        background = asyncio.create_task(self._gateway.drain())
+        self.server_state.tasks.add(background)  # for which uvicorn waits
+        background.add_done_callback(self.server_state.tasks.discard)
         await super().shutdown(sockets)
         if not self.force_exit:
             return
+        background.cancel()
+        await asyncio.wait([background], timeout=CLOSING_S)
         running = list(self.server_state.tasks)
         for task in running:
             task.cancel()
@@ -105,7 +117,8 @@ class GatewayServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-            )
+            ),
+            gateway,
         )
 
     @property

@@ -115,14 +115,14 @@ class Access:
         return None if tenant.limits.are_none else Meter(tenant, self.rates, self._clock)
 
 
-def _stamp_files(settings: AuthSettings) -> dict[str, tuple[int, int, int] | None]:
+def _stamp_files(settings: AuthSettings) -> dict[str, tuple[int, ...]]:
     """Return by what a change of each key file shows."""
-    stamps: dict[str, tuple[int, int, int] | None] = {}
+    stamps: dict[str, tuple[int, ...]] = {}
     for path in [one.key_file for one in settings.keys if one.key_file is not None]:
         try:
             stat = os.stat(path)
-        except OSError:
-            stamps[path] = None
+        except OSError as error:
+            stamps[path] = (error.errno or 0,)
         else:
             stamps[path] = stat.st_mtime_ns, stat.st_ino, stat.st_size
     return stamps

@@ -48,15 +48,20 @@ class AdminGuard:
                     headers={"www-authenticate": "Bearer"},
                 )  # fmt: skip
         elif asks_clients or _changes_something(request):
-            _check_is_local(request, headers)
+            _check_is_local(request, headers, self._live.current.listen.host)
 
 
 def _changes_something(request: Request) -> bool:
     return request.method not in ("GET", "HEAD") and request.url.path not in DRY_RUNS
 
 
-def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
-    """Raises: GatewayError (403)."""
+def _check_is_local(request: Request, headers: Mapping[str, str], listen_host: str) -> None:
+    """A connection from this machine may be of a browser on it, whose pages come from anywhere: what a page calls has
+    the name in `host` by which it was reached, and a name that somebody else's server lets point here would make
+    that server's page one of the gateway's.
+
+    Raises: GatewayError (403).
+    """
     if not _is_loopback(request):
         raise GatewayError(
             403, "without auth.admin_key_env, this is taken from this machine only", "forbidden"
@@ -69,20 +74,32 @@ def _check_is_local(request: Request, headers: Mapping[str, str]) -> None:
             f"without auth.admin_key_env, this is not taken with {passed_on} (of a proxy or a browser)",
             "forbidden",
         )
+    name = _name_in(headers.get("host", ""))
+    if not (_names_this_machine(name) or name == listen_host.lower()):
+        raise GatewayError(
+            403,
+            "without auth.admin_key_env, this is taken under localhost, a loopback address or listen.host only; "
+            f"the request's host is {name[:80]!r}",
+            "forbidden",
+        )
 
 
 def _is_own_page(headers: Mapping[str, str]) -> bool:
-    """Tell whether a browser on this machine calls for a page of this very gateway: the dashboard.
-
-    The page's address must name this machine by itself. A name that somebody else's server lets point here
-    would make that server's page one of the gateway's.
-    """
+    """Tell whether a browser on this machine calls for a page of this very gateway: the dashboard."""
     host = headers.get("host", "")
+    return headers.get("origin") == f"http://{host}" and _names_this_machine(_name_in(host))
+
+
+def _name_in(host: str) -> str:
+    """Return the name of a `host` header, in lower case and without its port."""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        return urlsplit(f"//{host}").hostname or ""
     except ValueError:  # a bracket too many
-        return False
-    return headers.get("origin") == f"http://{host}" and (name == "localhost" or _is_loop(name))
+        return ""
+
+
+def _names_this_machine(name: str) -> bool:
+    return name == "localhost" or _is_loop(name)
 
 
 def _is_loopback(request: Request) -> bool:

@@ -130,24 +130,43 @@ class Tenants:
         return self._finder.is_any_in(text)
 
 
+BLOCK_BYTES_MAX = 16
+"""Of `KeyFinder`: longer blocks would be hardly rarer, and there would be more of them."""
+
+
 class KeyFinder:
     """Finds whether a text has any of many keys somewhere, at a cost that doesn't grow with their number.
 
-    Wherever a key stands, one of the text's blocks of half the shortest key's length lies in it whole; blocks that
-    no key has are nearly all there are.
+    The text is looked at in blocks, half as long as the shortest key at most. Wherever a key stands, one of them lies
+    whole in its last bytes, the last two blocks' worth but one. Blocks that no key has there are nearly all that there are:
+    keys differ at their ends, so that what they all begin with doesn't count. Where one has, only those places are looked
+    at where a key with this block would have to begin, each place at most once for each length of keys.
     """
 
     def __init__(self, keys: Collection[str]) -> None:
         """`keys`: none of them empty."""
-        self._keys = tuple(key.encode() for key in keys)
-        size = self._size = (min(map(len, self._keys), default=1) + 1) // 2
-        self._blocks = frozenset(key[n : n + size] for key in self._keys for n in range(size))
+        self._keys = frozenset(key.encode() for key in keys)
+        shortest = min(map(len, self._keys), default=1)
+        size = self._size = min((shortest + 1) // 2, BLOCK_BYTES_MAX)
+        # By what is in a block: how far into a key that would be, and how long the key is.
+        self._places: dict[bytes, set[tuple[int, int]]] = {}
+        for key in self._keys:
+            for offset in range(len(key) - 2 * size + 1, len(key) - size + 1):
+                block = key[offset : offset + size]
+                self._places.setdefault(block, set()).add((offset, len(key)))
 
     def is_any_in(self, text: bytes) -> bool:
-        size, blocks = self._size, self._blocks
-        if not any(text[n : n + size] in blocks for n in range(0, len(text), size)):
+        """Cost: O(text), times the lengths that keys have at worst."""
+        size, places, keys = self._size, self._places, self._keys
+        if not keys:
             return False
-        return any(key in text for key in self._keys)
+        hits = [n for n in range(0, len(text), size) if text[n : n + size] in places]
+        return any(
+            text[n - offset : n - offset + length] in keys
+            for n in hits
+            for offset, length in places[text[n : n + size]]
+            if offset <= n
+        )
 
 
 def make_salt(secret: str, tenant: str) -> str:

@@ -7,7 +7,8 @@ yet. Then, within one step of the event loop, the settings in force are replaced
 in place, and the parts renew what they made of the settings; none of that can fail. No request sees half
 of it, and none is touched: what it has begun with it ends with.
 
-A file that can't be used is told once for each content; the next content is tried when it is seen.
+A file that can't be used is told once for each content, one that can't be read once for each reason; the next content
+is tried when it is seen.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Reloader:
         self._live = live
         self._preparations = preparations
         self._renew = renew
-        self._seen: str | None = loaded.content.digest  # None: it could not be read
+        self._seen = loaded.content.digest  # or, of a file that could not be read, why
         self._asking = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._reloads: set[asyncio.Task[Outcome]] = set()
@@ -104,8 +105,8 @@ class Reloader:
             try:
                 content = await asyncio.to_thread(self._file.read)
             except SettingsError as error:
-                return self._note(None, Outcome(Result.FAILED, problems=error.problems))
-            return self._note(content, await self._take_in(content))
+                return self._note(str(error), Outcome(Result.FAILED, problems=error.problems))
+            return self._note(content.digest, await self._take_in(content))
 
     async def follow(self, digest: bytes) -> bytes:
         """Reload, if another worker has another file in force, and return which one is here then."""
@@ -124,18 +125,19 @@ class Reloader:
 
     async def _look(self) -> None:
         """Reload if the file says something else than when it was last looked at."""
-        digest = await self._find_digest()
-        if digest == self._seen:
+        found = await self._find()
+        if found == self._seen:
             return
         await asyncio.sleep(STEADY_S)
-        if await self._find_digest() == digest:
+        if await self._find() == found:
             await self.reload()
 
-    async def _find_digest(self) -> str | None:
+    async def _find(self) -> str:
+        """Return the digest of what the file says now, or why it can't be read."""
         try:
             return (await asyncio.to_thread(self._file.read)).digest
-        except SettingsError:
-            return None
+        except SettingsError as error:
+            return str(error)
 
     async def _take_in(self, content: Content) -> Outcome:
         """Let what the file says hold, or nothing of it."""
@@ -163,9 +165,8 @@ class Reloader:
         shown = [change.shown for change in changes]
         return Outcome(Result.OK, [*shown, *describe_instances(before, settings)])
 
-    def _note(self, content: Content | None, outcome: Outcome) -> Outcome:
+    def _note(self, seen: str, outcome: Outcome) -> Outcome:
         self.counts[outcome.result] += 1
-        seen = content.digest if content is not None else None
         is_news = seen != self._seen or outcome.problems != self.problems
         self._seen, self.problems = seen, outcome.problems
         if outcome.result is Result.OK:

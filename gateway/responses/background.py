@@ -8,6 +8,8 @@ it asked for a stream, the events as they come: they are kept, so it may leave a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from moongate.gateway.auth.tenants import NO_TENANT
 from moongate.gateway.dialects.body import Body
 from moongate.gateway.dialects.json_edits import read_top_level, with_field, with_objects
 from moongate.gateway.dialects.sse import split_events
@@ -32,16 +35,26 @@ from moongate.gateway.responses.response_turns import (
     no_items,
 )
 
+logger = logging.getLogger(__name__)
+
 Name = tuple[str, str]
 """Names a response: whose it is, and its id."""
 
 RUNNING_MAX = 1024
-"""More are refused: nobody waits for them, so nothing else holds their number down."""
+"""More are refused: nobody waits for them, so nothing else holds their number down. Of tenants no one has more
+than half of them, nor of the room for what they have said so far."""
+
+TENANT_SHARE = 0.5
 
 POLL_S = 0.5
 """How often replicas look at what others say of a response."""
 
 CANCEL_POLLS = 6
+
+_STOPPED = {
+    "code": "server_error",
+    "message": "the gateway that computed it has stopped; ask again",
+}
 
 _ECHOED: Mapping[str, Any] = {
     "instructions": None, "metadata": None, "parallel_tool_calls": True,
@@ -81,10 +94,7 @@ class Background:
         return body.top.get("background") is True and body.top.get("store", True) is True
 
     async def begin(self, client: Client, raw: bytes, body: Body) -> Run:
-        """Begin a response. `raw`: the body as the client sent it. Raises: GatewayError (400, 404, 503)."""
-        if len(self._running) >= RUNNING_MAX or self._held_bytes() > self._turns.store.bytes_max:
-            message = "too many responses run in the background"
-            raise GatewayError(503, message, "queue_full", headers={"retry-after": "1"})
+        """Begin a response. `raw`: the body as the client sent it. Raises: GatewayError (400, 404, 429, 503)."""
         if not self._turns.store.bytes_max:
             message = "background: not here, where no responses are kept"
             raise GatewayError(400, message, "invalid_request", "background")
@@ -92,6 +102,7 @@ class Background:
         turn = await self._turns.begin(tenant, body, client.route)
         if turn.own_items is None:
             raise no_items()
+        self._check_room(tenant)  # nothing is waited for between this and taking the place
         response_id = f"resp_{secrets.token_hex(16)}"
         announced = _announced(response_id, body)
         foreground = _in_foreground(raw, response_id)
@@ -108,6 +119,22 @@ class Background:
         task.add_done_callback(lambda _: self._running.pop(name, None))
         self._keep_others_informed()
         return run
+
+    def _check_room(self, tenant: str) -> None:
+        """Raises: GatewayError (503: there is none; 429: the rest is for other tenants)."""
+        running = [run for run, _ in self._running.values()]
+        if self._are_too_many(running, share=1.0):
+            message = "too many responses run in the background"
+            raise GatewayError(503, message, "queue_full", headers={"retry-after": "1"})
+        own = [run for run in running if run.name[0] == tenant]
+        if tenant != NO_TENANT and self._are_too_many(own, share=TENANT_SHARE):
+            message = "too many of this key's tenant's responses run in the background"
+            raise GatewayError(429, message, "queue_full", headers={"retry-after": "1"})
+
+    def _are_too_many(self, runs: Sequence[Run], share: float) -> bool:
+        """Tell whether these leave no room for one more, of this share of all that there is."""
+        held_bytes = sum(run.collected.size_bytes for run in runs)
+        return len(runs) >= RUNNING_MAX * share or held_bytes > self._turns.store.bytes_max * share
 
     async def cancel(self, name: Name) -> bytes:
         """End a response that is still computed; return it. Raises: GatewayError (400, 404)."""
@@ -214,15 +241,43 @@ class Background:
         elif self._turns.shared is not None and self._turns.shared.take_cancel(name):
             self._cancel(name, stored)
 
-    def _held_bytes(self) -> int:
-        return sum(run.collected.size_bytes for run, _ in self._running.values())
+    async def drain(self, limit_s: float) -> None:
+        """Let what runs come to its end; what has none after so long has failed. A cancellation ends the waiting."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    while self._running:  # and what is begun meanwhile
+                        await asyncio.wait([task for _, task in self._running.values()])
+        finally:
+            await self._cut()
 
     async def close(self) -> None:
-        tasks = [task for _, task in self._running.values()]
-        tasks += [self._informing] if self._informing is not None else []
-        for task in tasks:
-            task.cancel()
+        await self._cut()
+        if self._informing is not None:
+            self._informing.cancel()
+            await asyncio.gather(self._informing, return_exceptions=True)
+
+    async def _cut(self) -> None:
+        """End what still runs, and tell of it that it has failed."""
+        tasks = [
+            self._fail(name) for name, (_, task) in [*self._running.items()] if not task.done()
+        ]
+        if tasks:
+            logger.warning(
+                "%d responses in the background end, since the gateway stops", len(tasks)
+            )
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fail(self, name: Name) -> asyncio.Task[None]:
+        """End a response that the gateway has no time for, and tell so; return what computed it."""
+        run, task = self._running.pop(name)
+        failed = {**run.announced, "status": "failed", "error": _STOPPED}
+        collected = run.collected
+        if run.is_stream and collected.status == 200:
+            collected.finish(failed_event(failed, len(collected.events)))
+        self._put(run, failed)
+        task.cancel()
+        return task
 
     async def _run(self, run: Run) -> None:
         collected = run.collected

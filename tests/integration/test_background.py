@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, Received
 from live_gateway import LiveGateway, live_gateway, until
+
+from moongate.gateway.responses import background
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -398,3 +401,118 @@ async def test_an_end_mark_behind_the_end_changes_nothing() -> None:
         text = (await gateway.client.post("/v1/responses", json=ASKED)).text
         name = json.loads(text.partition("data: ")[2].partition("\n")[0])["response"]["id"]
         await wait_for(gateway, name, "completed")
+
+
+# --- when the gateway stops -----------------------------------------------------------------------
+
+
+async def test_what_runs_may_end_before_the_gateway_does() -> None:
+    handler = Engine()
+    async with FakeEngine(handler) as engine:
+        async with live_gateway([engine.url], drain={"limit_s": 20.0}) as gateway:
+            queued = await begin(gateway)
+            await until(lambda: handler.bodies)
+            store = gateway.server.gateway._hot_path.background._turns.store  # type: ignore[union-attr]
+            gateway.server.request_stop()
+            await asyncio.sleep(0.5)
+            assert not engine.received[0].client_left.is_set()
+
+            def status() -> str:
+                found = store.find("", queued["id"], time.monotonic())
+                assert found is not None
+                told: str = json.loads(found.response)["status"]
+                return told
+
+            assert status() == "in_progress"
+            handler.may_answer.set()
+            await until(lambda: status() == "completed")
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_what_the_gateway_has_no_time_for_has_failed_and_is_told_so(signals: int) -> None:
+    handler = StreamingEngine()
+    async with FakeEngine(handler) as engine:
+        limit_s = {1: 0.3, 2: 30.0}[signals]
+        async with live_gateway([engine.url], drain={"limit_s": limit_s}) as gateway:
+            store = gateway.server.gateway._hot_path.background._turns.store  # type: ignore[union-attr]
+            async with streaming(gateway) as (path, text):
+                for _ in range(signals):
+                    gateway.server.request_stop()
+                (last,) = events_of("".join([piece async for piece in text]))
+        await until(engine.received[0].client_left.is_set)
+    assert (last["type"], last["sequence_number"]) == ("response.failed", 1)
+    found = store.find("", path.rpartition("/")[2], time.monotonic())
+    assert found is not None
+    assert json.loads(found.response) == last["response"]
+    assert last["response"]["status"] == "failed"
+    assert "the gateway that computed it has stopped" in last["response"]["error"]["message"]
+
+
+# --- how many there are ---------------------------------------------------------------------------
+
+
+async def test_no_tenant_has_more_than_half_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "RUNNING_MAX", 4)
+    monkeypatch.setenv("KEY_A", "sk-alpha")
+    monkeypatch.setenv("KEY_B", "sk-beta")
+    keys = [{"tenant": "a", "key_env": "KEY_A"}, {"tenant": "b", "key_env": "KEY_B"}]
+    handler = Engine()
+    body = {"model": "m", "input": "hi", "background": True}
+
+    async with FakeEngine(handler) as engine:
+        async with live_gateway([engine.url], auth={"keys": keys}) as gateway:
+
+            async def ask(key: str) -> httpx.Response:
+                headers = {"x-api-key": key}
+                return await gateway.client.post("/v1/responses", json=body, headers=headers)
+
+            at_once = await asyncio.gather(*(ask("sk-alpha") for _ in range(6)))
+            assert sorted(answer.status_code for answer in at_once) == [200] * 2 + [429] * 4
+            refused = next(answer for answer in at_once if answer.status_code == 429)
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert [(await ask("sk-beta")).status_code for _ in range(3)] == [200, 200, 503]
+            handler.may_answer.set()
+            await until(lambda: gateway.inflight() == 0)
+            assert (await ask("sk-alpha")).status_code == 200
+
+
+async def test_without_keys_all_places_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "RUNNING_MAX", 4)
+    handler = Engine()
+    body = {"model": "m", "input": "hi", "background": True}
+    async with FakeEngine(handler) as engine, live_gateway([engine.url]) as gateway:
+        asked = [await gateway.client.post("/v1/responses", json=body) for _ in range(5)]
+        assert [answer.status_code for answer in asked] == [200] * 4 + [503]
+        handler.may_answer.set()
+
+
+async def test_no_tenant_has_more_than_half_of_the_room_for_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KEY_A", "sk-alpha")
+    monkeypatch.setenv("KEY_B", "sk-beta")
+    keys = [{"tenant": "a", "key_env": "KEY_A"}, {"tenant": "b", "key_env": "KEY_B"}]
+
+    async def fill(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(b"event: x\ndata: {}\n\n" + b": filling\n\n" * 2000)
+        await request.client_left.wait()
+
+    async with FakeEngine(fill) as engine:
+        auth, responses = {"keys": keys}, {"bytes_max": 40_000}
+        async with live_gateway([engine.url], auth=auth, responses=responses) as gateway:
+            statuses = []
+            for key in ("sk-alpha", "sk-alpha", "sk-beta"):
+                headers = {"x-api-key": key}
+                async with gateway.client.stream(
+                    "POST", "/v1/responses", json=ASKED, headers=headers
+                ) as answer:
+                    statuses.append(answer.status_code)
+                    if answer.status_code == 200:
+                        text = ""
+                        async for piece in answer.aiter_text():
+                            text += piece
+                            if len(text) > 21_000:
+                                break
+            assert statuses == [200, 429, 200]

@@ -113,6 +113,83 @@ async def test_a_request_that_could_be_read_in_two_ways_is_refused() -> None:
         assert await gateway.metric("moongate_requests_total", code="400") == len(AMBIGUOUS)
 
 
+HOST = b"host: gateway\r\n"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/admin/instances", "/health"])
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        ((), 400),
+        (("gateway", "gateway"), 400),
+        (("gateway", "other"), 400),
+        (("user@gateway",), 400),
+        (("gateway/v1",), 400),
+        (("gate way",), 400),
+        (("gateway:x",), 400),
+        (("[::",), 400),
+        (("",), 200),
+        (("gateway:8000",), 200),
+        (("[::1]:8000",), 200),
+        (("a_b.example",), 200),
+    ],
+)
+async def test_a_request_names_one_host(path: str, hosts: tuple[str, ...], status: int) -> None:
+    lines = b"".join(f"host: {host}\r\n".encode() for host in hosts)
+    request = post() if path.startswith("/v1/") else get(path)
+    request = request.replace(b"/v1/chat/completions", path.encode())
+    async with connected() as (client, engine, _):
+        await client.send(request.replace(HOST, lines))
+        if status == 400:
+            await assert_refused(client, 400, "invalid_request")
+            assert engine.received == []
+        else:
+            assert (await client.answer()).status == 200
+
+
+async def test_before_http_1_1_no_host_had_to_be_named() -> None:
+    async with connected() as (client, _, _):
+        await client.send(post(version="1.0").replace(HOST, b""))
+        assert (await client.answer()).status == 200
+    async with connected() as (client, _, _):
+        await client.send(post(version="1.0").replace(HOST, HOST + HOST))
+        await assert_refused(client, 400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("codings", "version", "status", "code"),
+    [
+        (("gzip, chunked",), "1.1", 501, "not_implemented"),
+        (("gzip", "chunked"), "1.1", 501, "not_implemented"),
+        (("Chunked , CHUNKED",), "1.1", 400, "invalid_request"),
+        (("chunked", "chunked"), "1.1", 400, "invalid_request"),
+        (("chunked",), "1.0", 400, "invalid_request"),
+    ],
+)
+async def test_a_body_comes_in_chunks_and_is_coded_in_no_other_way(
+    codings: tuple[str, ...], version: str, status: int, code: str
+) -> None:
+    framing = "\r\n".join(f"transfer-encoding: {coding}" for coding in codings)
+    async with connected() as (client, engine, _):
+        await client.send(post(chunked(CHAT_BODY) + HIDDEN, framing=framing, version=version))
+        await assert_refused(client, status, code)
+        assert engine.received == []
+
+
+async def test_chunks_may_be_named_in_capitals() -> None:
+    async with connected() as (client, _, _):
+        await client.send(post(chunked(CHAT_BODY), framing="transfer-encoding:  CHUNKED "))
+        assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize("version", ["2.0", "0.9"])
+async def test_only_http_1_is_spoken(version: str) -> None:
+    async with connected() as (client, engine, _):
+        await client.send(post(version=version))
+        await assert_refused(client, 505, "version_not_supported")
+        assert engine.received == []
+
+
 NO_REQUESTS = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
     b"SSH-2.0-x\r\n",
@@ -135,9 +212,9 @@ async def test_what_is_no_request_is_refused() -> None:
             async with raw_client(gateway.port) as client:
                 await client.send(data)
                 answer = await client.answer()
-                assert answer.status in (400, 404, 405)
+                assert answer.status in (400, 404, 405, 505)
                 assert answer.code
-                if answer.status == 400:
+                if answer.status in (400, 505):
                     assert answer.closes
                     assert await client.rest() == b""
         assert engine.received == []
@@ -283,6 +360,19 @@ async def test_an_answer_without_a_body_leaves_the_connection_in_step() -> None:
     async with connected(no_content) as (client, _, _):
         await client.send(post())
         assert (await client.answer()).status == 204
+        await client.send(get("/health"))
+        assert (await client.answer()).json() == {"status": "ok"}
+
+
+async def test_an_answer_without_a_body_has_no_length_whatever_the_engine_says() -> None:
+    async def no_content(request: Received) -> None:
+        await request.send(b"HTTP/1.1 204 No Content\r\ncontent-length: 5\r\nx-a: b\r\n\r\n")
+
+    async with connected(no_content) as (client, _, _):
+        await client.send(post())
+        answer = await client.answer()
+        assert (answer.status, answer.headers["x-a"]) == (204, "b")
+        assert not {"content-length", "transfer-encoding"} & answer.headers.keys()
         await client.send(get("/health"))
         assert (await client.answer()).json() == {"status": "ok"}
 

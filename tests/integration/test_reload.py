@@ -154,6 +154,30 @@ async def test_c93_a_file_that_is_as_it_was_again_is_no_failure(
             await until(lambda: is_in_force(gateway), 2 * INTERVAL_S)
 
 
+async def test_of_a_file_that_can_not_be_read_the_latest_reason_is_told_once(
+    engines: list[SimEngine], file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with live_gateway([engines[0].url], file=file) as gateway:
+
+        async def tells(reason: str) -> bool:
+            (problem,) = (await gateway.client.get("/admin/reload")).json()["problems"] or [""]
+            return reason in problem
+
+        good = file.read_bytes()
+        file.unlink()
+        await until(lambda: tells("No such file"), 2 * INTERVAL_S)
+        file.mkdir()
+        await until(lambda: tells("Is a directory"), 2 * INTERVAL_S)
+        file.rmdir()
+        file.write_bytes(b"\xff\xfe")
+        await until(lambda: tells("can't decode"), 2 * INTERVAL_S)
+        await asyncio.sleep(2 * INTERVAL_S)
+        errors = [r for r in caplog.records if r.levelno == logging.ERROR]
+        assert len(errors) == 3, "each reason once, however often the file is looked at"
+        file.write_bytes(good)
+        await until(lambda: tells(""), 2 * INTERVAL_S)
+
+
 async def is_failed(gateway: LiveGateway) -> bool:
     return await gateway.metric("moongate_config_reload_failed") == 1
 

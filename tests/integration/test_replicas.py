@@ -107,6 +107,36 @@ async def test_what_is_deleted_at_one_is_gone_at_all_but_for_what_continues_it(
         assert len(handler.bodies[-1]["input"]) == 5
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_replicas_hear_at_once_what_became_of_responses_of_one_that_stops(
+    server: RedisProcess, is_whole: bool
+) -> None:
+    handler = Engine()
+    handler.may_answer.clear()
+    state = {"kind": "redis", "url": server.url}
+    async with FakeEngine(handler) as engine, live_gateway([engine.url], state=state) as other:
+        drain = {"limit_s": 30.0 if is_whole else 0.3}
+        async with live_gateway([engine.url], state=state, drain=drain) as one:
+            path = await begin_where_others_see_it(one, other)
+            await until(lambda: handler.bodies)
+            one.server.request_stop()
+            began = time.monotonic()
+            await asyncio.sleep(0.2)
+            told = (await other.client.get(path)).json()
+            assert told["status"] == "in_progress"
+            if is_whole:
+                handler.may_answer.set()
+            running = one.server.gateway._hot_path.background._running  # type: ignore[union-attr]
+            await until(lambda: not running)
+        told = (await other.client.get(path)).json()
+        assert time.monotonic() - began < LEASE_S / 2
+        if is_whole:
+            assert told["status"] == "completed"
+        else:
+            assert (told["status"], told["error"]["code"]) == ("failed", "server_error")
+            assert "has stopped" in told["error"]["message"]
+
+
 async def test_what_runs_in_the_background_is_told_and_cancelled_from_anywhere(
     server: RedisProcess,
 ) -> None:

@@ -160,6 +160,46 @@ async def test_with_a_key_everything_goes_its_way() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:9", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.9", 200),
+        ("[::1]:9", 200),
+        ("evil.example", 403),  # a name that points here now
+        ("localhost.evil.example:9", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("192.0.2.7", 403),
+        ("", 403),
+    ],
+)
+async def test_what_is_for_this_machine_is_not_for_pages_that_a_browser_on_it_shows(
+    host: str, status: int
+) -> None:
+    headers = {"host": host}
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url], auth=auth()) as gateway:
+            read = await gateway.client.get("/admin/instances", headers=headers)
+            changed = await gateway.client.post("/admin/instances/a/undrain", headers=headers)
+            assert (read.status_code, changed.status_code) == (status, status)
+            open_to_all = await gateway.client.get("/metrics", headers=headers)
+            assert open_to_all.status_code == 200
+        async with live_gateway([engine.url]) as gateway:  # everybody may read
+            read = await gateway.client.get("/admin/instances", headers=headers)
+            changed = await gateway.client.post("/admin/instances/a/undrain", headers=headers)
+            assert (read.status_code, changed.status_code) == (200, status)
+
+
+async def test_the_name_that_the_gateway_listens_on_is_its_own() -> None:
+    listen = {"host": "gateway.example"}  # in the settings only: the test's socket is another
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url], auth=auth(), listen=listen) as gateway:
+            for host, status in (("gateway.example:8000", 200), ("other.example", 403)):
+                read = await gateway.client.get("/admin/instances", headers={"host": host})
+                assert read.status_code == status
+
+
 async def test_a_key_file_that_comes_to_hold_anothers_key_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "b.key"
     file.write_text("gw-b")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,12 @@ def test_a_key_file_is_read_again_when_it_changes(
     assert len(caplog.records) == 1
     assert not access.refresh()  # told once
     assert len(caplog.records) == 1
+
+    file.symlink_to(file)
+    assert not access.refresh()  # for another reason, which is told too
+    assert not access.refresh()
+    assert len(caplog.records) == 2
+    assert "symbolic links" in caplog.records[1].getMessage()
     assert "sk-" not in caplog.text
 
 
@@ -287,3 +294,22 @@ def test_keys_are_found_wherever_they_stand(keys: list[str], text: str, at: int)
     assert finder.is_any_in(text.encode()) == any(key in text for key in keys)
     for key in keys:
         assert finder.is_any_in((text[:at] + key + text[at:]).encode())
+
+
+def test_what_all_keys_begin_or_end_with_makes_no_text_dear() -> None:
+    """Whoever knows that much of them, and no key, fills headers with it."""
+    begins, ends = "sk-live-of-one-organisation-" * 2, "p" * 40
+    middles = [f"{n:032x}" for n in range(1000)]
+    texts = [(part * 64_000)[:64_000].encode() for part in (begins, ends, begins + ends)]
+    finders = [KeyFinder([f"{begins}{middle}{end}" for middle in middles]) for end in ("", ends)]
+
+    def took_s(finder: KeyFinder, text: bytes) -> float:
+        began = time.perf_counter()
+        assert not finder.is_any_in(text)
+        return time.perf_counter() - began
+
+    for finder in finders:
+        plain_s = min(took_s(finder, b"z" * 64_000) for _ in range(5))
+        for text in texts:
+            # Each place once, for one length of keys; all keys at each would be a thousand times as much.
+            assert min(took_s(finder, text) for _ in range(5)) < 100 * plain_s
