@@ -7,7 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from moongate.loadtest.charts import Axis, Point, distribution, line_chart, stacked_chart
+from moongate.loadtest.charts import (
+    MARKS,
+    SOURCE_COLOURS,
+    SOURCES,
+    VARIABLES,
+    Axis,
+    Chart,
+    Point,
+    distribution,
+    from_zero,
+    line_chart,
+    shares,
+    stacked_chart,
+)
 from moongate.loadtest.records import TurnRecord
 from moongate.loadtest.summary import group, percentiles, tokens_by_source
 from moongate.loadtest.tables import (
@@ -24,17 +37,12 @@ Json = Mapping[str, Any]
 STEPS = 60
 """Plots over time have about so many steps."""
 
-SOURCES = ("device", "pool", "cached", "recompute")
-
-STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1c2330; --soft: #5a6475; --line: #d9dee7;
-  --warn: #8a4b00; --warn-ground: #fff4e0;
-  --s0: #0b65c2; --s1: #c2410c; --s2: #15803d; --s3: #9333ea; --s4: #b4235f; --s5: #0f766e;
-  --s6: #a16207; --s7: #475569; }
-@media (prefers-color-scheme: dark) { :root { --ground: #12161d; --ink: #e8ecf3; --soft: #a3adbd;
-  --line: #303947; --warn: #ffcf8a; --warn-ground: #3a2a10;
-  --s0: #6bb3ff; --s1: #ff9a62; --s2: #62d58b; --s3: #c99bff; --s4: #ff8fb6; --s5: #5fd6cb;
-  --s6: #e6c15a; --s7: #b3bfd1; } }
+STYLE = (
+    VARIABLES
+    + MARKS
+    + """
+:root { --warn: #8a4b00; --warn-ground: #fff4e0; }
+@media (prefers-color-scheme: dark) { :root { --warn: #ffcf8a; --warn-ground: #3a2a10; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem; max-width: 64rem; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -48,13 +56,12 @@ th, td { padding: .25rem .75rem .25rem 0; text-align: right; white-space: pre;
 th:first-child, td:first-child { text-align: left; } thead th { color: var(--soft); font-weight: 600; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1.5rem; }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; margin-bottom: .25rem; }
-figure > svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; }
-.grid { stroke: var(--line); } .line { fill: none; stroke-width: 2; } .area { fill-opacity: .8; }
+figure > svg { width: 100%; height: auto; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; list-style: none; margin: .25rem 0 0; padding: 0; }
 .legend svg { width: 24px; height: 10px; margin-right: .4rem; } .empty { color: var(--soft); }
-@media (max-width: 32rem) { svg text { font-size: 18px; } }
 details { margin-top: 2rem; } pre { overflow-x: auto; background: var(--line); padding: .75rem; border-radius: 6px; }
 """
+)
 
 
 def run_page(report: Json, records: Sequence[TurnRecord]) -> str:
@@ -91,14 +98,17 @@ def comparison_page(
     plots = [
         ttft_plot("Time to first token", {n: _known(own, _ttft) for n, own in turns.items()}),
         over_time_plot(
-            "Reused share of prompts, over time", "share of prompt tokens", turns, _reused_share
+            "Reused share of prompts, over time",
+            turns,
+            _reused_share,
+            shares("share of prompt tokens"),
         ),
         ttft_plot("Whole turn", {n: _known(own, lambda r: r.e2e_ms) for n, own in turns.items()}),
     ]
     parts = [
         f"<h1>{escape(', '.join(reports))}</h1>",
         *warnings,
-        f'<div class="plots">{"".join(plots)}</div>',
+        f'<div class="plots">{"".join(plot.figure() for plot in plots)}</div>',
         _section("Side by side", comparison_table(reports)),
     ]
     return _page("moongate loadtest: comparison", parts)
@@ -141,62 +151,64 @@ def _section(title: str, table: Table) -> str:
 
 def _run_plots(report: Json, records: Sequence[TurnRecord]) -> Iterable[str]:
     good = [record for record in records if record.is_ok]
-    by_source = {f"mostly {n}": own for n, own in group(good, TurnRecord.main_source).items()}
+    by_source = group(good, TurnRecord.main_source)
+    times = {"all": good} | {f"mostly {source}": own for source, own in by_source.items()}
     yield ttft_plot(
         "Time to first token",
-        {name: _known(own, _ttft) for name, own in ({"all": good} | by_source).items()},
-    )
-    yield reuse_plot(records)
-    yield load_plot(records)
-    yield over_time_plot(
-        "Time to first token, over time", "ms, median", {"p50": good}, _median_ttft
-    )
+        {name: _known(own, _ttft) for name, own in times.items()},
+        {"all": "var(--ink)"} | {f"mostly {n}": colour for n, colour in SOURCE_COLOURS.items()},
+    ).figure()
+    yield reuse_plot(records).figure()
+    yield load_plot(records).figure()
+    title = "Time to first token, over time"
+    yield over_time_plot(title, {"p50": good}, _ttft_p50, "ms, median").figure()
 
 
-def ttft_plot(title: str, times_ms: Mapping[str, Sequence[float]]) -> str:
+def ttft_plot(
+    title: str,
+    times_ms: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str] | None = None,
+) -> Chart:
     """Return cumulative distributions of times, on a logarithmic axis."""
     known = [value for own in times_ms.values() for value in own if value > 0]
-    if not known:
-        return line_chart(title, {}, _seconds(1.0), Axis("", 0, 1))
-    least = min(known)
-    x = Axis("ms", least, max(*known, least * 1.01), is_log=True, format="{:,g}".format)
-    y = Axis("share of turns", 0.0, 1.0, format="{:.0%}".format)
-    return line_chart(title, {name: distribution(own) for name, own in times_ms.items()}, x, y)
+    least, most = min(known, default=1.0), max(known, default=1.0)
+    x = Axis("ms", least, max(most, least * 1.01), is_log=True)
+    lines = {name: distribution(own) for name, own in times_ms.items()} if known else {}
+    return line_chart(title, lines, x, shares("share of turns"), colours=colours)
 
 
-def reuse_plot(records: Sequence[TurnRecord]) -> str:
+def reuse_plot(records: Sequence[TurnRecord]) -> Chart:
     """Return where prompt tokens came from, over time."""
     step_s, steps = _by_step(records)
     totals = [(number * step_s, tokens_by_source(own)) for number, own in enumerate(steps)]
     known = [(at_s, total) for at_s, total in totals if sum(total.values())]
     sources = [name for name in SOURCES if any(total.get(name) for _, total in known)]
-    shares = {
+    layers = {
         name: [total.get(name, 0) / sum(total.values()) for _, total in known] for name in sources
     }
     title = "Where prompt tokens came from, over time"
     xs = [at_s for at_s, _ in known]
-    y = Axis("share of prompt tokens", 0.0, 1.0, format="{:.0%}".format)
-    return stacked_chart(title, shares, xs, _seconds(xs[-1] if xs else 1.0), y)
+    x, y = _seconds(xs[-1] if xs else 1.0), shares("share of prompt tokens")
+    return stacked_chart(title, layers, xs, x, y, colours=SOURCE_COLOURS)
 
 
-def load_plot(records: Sequence[TurnRecord]) -> str:
-    """Return how many turns each instance had at a time."""
+def load_plot(records: Sequence[TurnRecord]) -> Chart:
+    """Return how many turns each instance had at a time, all until the last turn's end."""
     by_instance = group(records, lambda record: record.instance)
-    series = {name: in_flight(own) for name, own in by_instance.items()}
+    end_s = max((_end_s(record) for own in by_instance.values() for record in own), default=1.0)
+    series = {name: in_flight(own, end_s) for name, own in by_instance.items()}
     most = max((value for points in series.values() for _, value in points), default=1.0)
-    end_s = max((points[-1][0] for points in series.values()), default=1.0)
-    y = Axis("turns under way", 0.0, most)
-    return line_chart("Load by instance, over time", series, _seconds(end_s), y)
+    y = from_zero("turns under way", most, is_whole=True)
+    title = "Load by instance, over time"
+    return line_chart(title, series, _seconds(end_s), y, is_stepped=True)
 
 
-def in_flight(records: Iterable[TurnRecord]) -> list[Point]:
-    """Return the largest number of turns under way in each step of time, as points."""
-    changes = sorted(
-        change for r in records for change in ((r.sent_s, 1), (max(r.end_s(), r.sent_s), -1))
-    )
+def in_flight(records: Iterable[TurnRecord], end_s: float) -> list[Point]:
+    """Return the largest number of turns under way in each step of time until `end_s`, as points."""
+    changes = sorted(change for r in records for change in ((r.sent_s, 1), (_end_s(r), -1)))
     if not changes:
         return []
-    step_s = max(changes[-1][0] / STEPS, 0.001)
+    step_s = max(end_s / STEPS, 0.001)
     now, points, place = 0, [], 0
     for number in range(STEPS + 1):
         most = now
@@ -208,13 +220,20 @@ def in_flight(records: Iterable[TurnRecord]) -> list[Point]:
     return points
 
 
+def _end_s(record: TurnRecord) -> float:
+    return max(record.end_s(), record.sent_s)
+
+
 def over_time_plot(
     title: str,
-    label: str,
     turns: Mapping[str, Sequence[TurnRecord]],
     value: Callable[[Sequence[TurnRecord]], float | None],
-) -> str:
-    """Return one line a name of what `value` makes of the turns of each step of time."""
+    up: Axis | str,
+) -> Chart:
+    """Return one line a name of what `value` makes of the turns of each step of time.
+
+    `up`: the axis, or the label of one from 0 to what is found.
+    """
     series: dict[str, list[Point]] = {}
     for name, own in turns.items():
         step_s, steps = _by_step(own)
@@ -222,8 +241,9 @@ def over_time_plot(
         series[name] = [(at, found) for at, found in values if found is not None]
     points = [point for own in series.values() for point in own]
     x = _seconds(max((at for at, _ in points), default=1.0))
-    y = Axis(label, 0.0, max((found for _, found in points), default=1.0), format="{:,g}".format)
-    return line_chart(title, series, x, y)
+    if isinstance(up, str):
+        up = from_zero(up, max((found for _, found in points), default=1.0))
+    return line_chart(title, series, x, up)
 
 
 def _by_step(records: Sequence[TurnRecord]) -> tuple[float, list[list[TurnRecord]]]:
@@ -241,7 +261,7 @@ def _reused_share(records: Sequence[TurnRecord]) -> float | None:
     return 1 - total.get("recompute", 0) / sum(total.values()) if sum(total.values()) else None
 
 
-def _median_ttft(records: Sequence[TurnRecord]) -> float | None:
+def _ttft_p50(records: Sequence[TurnRecord]) -> float | None:
     return percentiles(map(_ttft, records))["p50"]
 
 

@@ -129,12 +129,12 @@ def test_axes_have_a_few_round_ticks(most: float) -> None:
 
 def test_logarithmic_axes_tick_within_their_bounds() -> None:
     assert Axis("", 30.0, 3000.0, is_log=True).ticks() == [50, 100, 200, 500, 1000, 2000]
-    assert "polyline" in line_chart("t", {"a": [(30.0, 0.5)]}, Axis("", 30, 40, is_log=True), Axis("", 0, 1))  # fmt: skip
+    assert "polyline" in line_chart("t", {"a": [(30.0, 0.5)]}, Axis("", 30, 40, is_log=True), Axis("", 0, 1)).figure()  # fmt: skip
 
 
 def test_load_counts_turns_that_overlap() -> None:
     turns = [make_turn(0, e2e_ms=2500.0), make_turn(1, e2e_ms=500.0), make_turn(5, e2e_ms=1000.0)]
-    points = dict(in_flight(turns))
+    points = dict(in_flight(turns, end_s=6.0))
     assert max(points.values()) == 2.0
     assert points[3.5] == 0.0
     assert points[5.5] == 1.0
