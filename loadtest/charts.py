@@ -18,6 +18,7 @@ from itertools import chain, pairwise
 
 WIDTH, HEIGHT = 560, 290
 LEFT, RIGHT, TOP, BOTTOM = 76, 30, 32, 54
+EDGE = 18  # where text and bars begin
 COLOURS = 8
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
 SOURCES = ("device", "pool", "cached", "recompute")
@@ -42,7 +43,7 @@ VARIABLES = """
 MARKS = """
 svg text { fill: var(--soft); font-size: 13px; } svg .told { fill: var(--ink); }
 svg .heading { fill: var(--ink); font-size: 16px; font-weight: 600; }
-.grid { stroke: var(--line); } .line { fill: none; stroke-width: 2; } .area { fill-opacity: .8; }
+.grid { stroke: var(--line); } .line { fill: none; stroke-width: 2; }
 @media (max-width: 32rem) { svg text { font-size: 17px; } svg .heading { font-size: 20px; }
   .minor { display: none; } }
 """
@@ -147,7 +148,7 @@ class Key:
     def mark(self, x: float, y: float) -> str:
         """Return a swatch, 24 wide and 10 high."""
         if self.dash is None:
-            return f'<rect class="area" x="{x:g}" y="{y:g}" width="24" height="10" style="fill:{self.colour}"/>'
+            return f'<rect x="{x:g}" y="{y:g}" width="24" height="10" style="fill:{self.colour}"/>'
         place = f'x1="{x:g}" x2="{x + 24:g}" y1="{y + 5:g}" y2="{y + 5:g}"'
         return f'<line class="line" {place} style="stroke:{self.colour}" stroke-dasharray="{self.dash}"/>'
 
@@ -184,16 +185,16 @@ class Chart:
             return ""
         heading = textwrap.wrap(self.title, LINE_CHARACTERS - 6)
         body = [
-            f'<text class="heading" x="12" y="{ROW * n + 26}">{escape(line)}</text>'
+            f'<text class="heading" x="{EDGE}" y="{ROW * n + 26}">{escape(line)}</text>'
             for n, line in enumerate(heading)
         ]
         top = ROW * len(heading) + 16
         body += [f'<g transform="translate(0 {top})">', *self.grid, *self.marks, "</g>"]
         height = top + self.height
         for key in self.keys:
-            body.append(key.mark(12, height + 3))
+            body.append(key.mark(EDGE, height + 3))
             for line in textwrap.wrap(key.name, LINE_CHARACTERS):
-                body.append(_text(46, height + 13, line, "start", "told"))
+                body.append(_text(EDGE + 34, height + 13, line, "start", "told"))
                 height += ROW
         height += 8
         sized = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
@@ -257,9 +258,7 @@ def stacked_chart(
     for name, values in layers.items():
         ceiling = [low + value for low, value in zip(floor, values, strict=True)]
         outline = [*zip(xs, ceiling, strict=True), *reversed(list(zip(xs, floor, strict=True)))]
-        marks.append(
-            f'<polygon class="area" style="fill:{colours[name]}" points="{_points(outline, x, y)}"/>'
-        )
+        marks.append(f'<polygon style="fill:{colours[name]}" points="{_points(outline, x, y)}"/>')
         floor = ceiling
     keys = [Key(name, colours[name], None) for name in layers]
     return Chart(title, x.label, y.label, marks, keys, grid=_grid(x, y))
@@ -273,20 +272,18 @@ def bar_chart(
     top = 4
     for label, parts in bars.items():
         for line in textwrap.wrap(label, LINE_CHARACTERS):
-            marks.append(_text(12, top + 14, line, "start", "told"))
+            marks.append(_text(EDGE, top + 14, line, "start", "told"))
             top += ROW - 4
         before = 0.0
         for name, value in parts.items():
-            left, right = (x.place(at, 12, WIDTH - RIGHT) for at in (before, before + value))
+            left, right = (x.place(at, EDGE, WIDTH - RIGHT) for at in (before, before + value))
             size = f'width="{right - left:.1f}" height="{BAR}"'
-            marks.append(
-                f'<rect class="area" x="{left:.1f}" y="{top}" {size} style="fill:{colours[name]}"/>'
-            )
+            marks.append(f'<rect x="{left:.1f}" y="{top}" {size} style="fill:{colours[name]}"/>')
             before += value
         top += BAR + 8
     names = dict.fromkeys(name for parts in bars.values() for name in parts)
     keys = [Key(name, colours[name], None) for name in names]
-    grid = _grid_across(x, 12, 0, top)
+    grid = _grid_across(x, EDGE, 0, top)
     return Chart(title, x.label, "one bar each", marks, keys, height=top + BOTTOM, grid=grid)
 
 
@@ -326,7 +323,7 @@ def _grid(x: Axis, y: Axis) -> list[str]:
             _text(LEFT - 8, at + 5, y.format(value), "end"),
         ]
     # Above its axis, where it needs no turning and has the plot's whole width.
-    drawn.append(_text(12, 16, y.label, "start"))
+    drawn.append(_text(EDGE, 16, y.label, "start"))
     return drawn + _grid_across(x, LEFT, TOP, HEIGHT - BOTTOM)
 
 

@@ -54,9 +54,9 @@ h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5re
 th, td { padding: .25rem .75rem .25rem 0; text-align: right; white-space: pre;
   border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } thead th { color: var(--soft); font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1.5rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.5rem; }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; margin-bottom: .25rem; }
-figure > svg { width: 100%; height: auto; }
+figure > svg { width: 100%; max-width: 42rem; height: auto; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; list-style: none; margin: .25rem 0 0; padding: 0; }
 .legend svg { width: 24px; height: 10px; margin-right: .4rem; } .empty { color: var(--soft); }
 details { margin-top: 2rem; } pre { overflow-x: auto; background: var(--line); padding: .75rem; border-radius: 6px; }

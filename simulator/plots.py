@@ -100,7 +100,7 @@ def _imbalances(results: Sequence[Result]) -> Chart:
         for label, result in zip(labels, results, strict=True)
     }
     ends = [at for line in lines.values() for at, _ in line]
-    x = from_zero("virtual seconds", max(ends, default=1.0))
+    x = Axis("virtual seconds", 0.0, max(ends, default=1.0))
     title = _titled("Load over time", shared)
     return line_chart(title, lines, x, _from_zero("busiest instance over the mean", lines))
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from made_runs import make_facts, make_totals, make_turn
 
-from moongate.loadtest.charts import Axis, distribution, line_chart
-from moongate.loadtest.pages import comparison_page, in_flight, run_page
+import moongate.gateway.admin
+from moongate.loadtest.charts import (
+    SOURCES,
+    VARIABLES,
+    Axis,
+    bar_chart,
+    distribution,
+    from_zero,
+    line_chart,
+    shares,
+)
+from moongate.loadtest.pages import comparison_page, in_flight, load_plot, run_page
 from moongate.loadtest.summary import summarise
 from moongate.loadtest.tables import comparison_table, format_run
 
@@ -138,3 +150,45 @@ def test_load_counts_turns_that_overlap() -> None:
     assert max(points.values()) == 2.0
     assert points[3.5] == 0.0
     assert points[5.5] == 1.0
+
+
+def test_a_load_line_steps_and_goes_on_until_the_last_turn_s_end() -> None:
+    turns = [make_turn(0, instance="idle", e2e_ms=500.0), make_turn(9, instance="busy")]
+    chart = load_plot(turns)
+    for mark in chart.marks:
+        places = [p.split(",") for p in re.search(r'points="([^"]+)"', mark)[1].split()]  # type: ignore[index]
+        assert all(x == u or y == v for (x, y), (u, v) in pairwise(places))
+        assert places[-1][0] == "530.0"
+
+
+def test_axes_end_at_a_round_tick() -> None:
+    assert from_zero("ms", 1234.0).ticks()[-1] == 1500.0
+    assert from_zero("turns", 1.0, is_whole=True).ticks() == [0.0, 1.0]
+    assert from_zero("ms", 0.0).ticks()[-1] >= 1.0
+    share = shares("share")
+    assert [share.format(tick) for tick in share.ticks()][-1] == "100%"
+    assert Axis("ms", 1.0, 20_000.0, is_log=True).format(10_000.0) == "10,000"
+    assert Axis("ms", 31.0, 39.0, is_log=True).ticks() == [32, 34, 36, 38]
+
+
+def test_a_picture_has_its_whole_legend() -> None:
+    name = "a policy whose name is much longer than a picture is wide, " * 3
+    line = {name: [(0.0, 1.0), (1.0, 2.0)]}
+    picture = line_chart("t", line, from_zero("x", 1.0), from_zero("y", 2.0)).picture()
+    told = " ".join(re.findall(r'class="told"[^>]*>([^<]+)<', picture))
+    assert told == name.strip()
+    height = float(re.search(r'height="(\d+)"', picture)[1])  # type: ignore[index]
+    assert all(float(y) < height for y in re.findall(r'class="told"[^>]* y="([\d.]+)"', picture))
+    bars = {name: {"one": 0.25, "two": 0.5}}
+    colours = {"one": "red", "two": "blue"}
+    picture = bar_chart("t", bars, shares("share"), colours=colours).picture()
+    assert " ".join(re.findall(r'class="told"[^>]*>([^<]+)<', picture)) == f"{name}one two"
+
+
+def test_sources_have_the_dashboard_s_colours() -> None:
+    css = Path(moongate.gateway.admin.__file__).with_name("ui") / "dashboard.css"
+    variables = {"device": "device-prefix", "pool": "pool-prefix", "recompute": "load"}
+    for source in set(SOURCES) - {"cached"}:
+        here = re.findall(rf"--{source}: (#\w+);", VARIABLES)
+        assert here == re.findall(rf"--{variables[source]}: (#\w+);", css.read_text()), source
+        assert len(here) == 2
