@@ -1,5 +1,5 @@
 """The `moongate` command: parses words, imports a component when its command runs, maps errors to
-exit codes (0 done, 1 failed, 2 used wrongly)."""
+exit codes (0 done, 1 failed, 2 used wrongly, 141 when nobody reads the output any more)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from moongate import __version__
 from moongate.engine_cli import add_engine_commands
@@ -19,13 +20,60 @@ from moongate.engine_cli import port as _port
 Command = Callable[[argparse.Namespace], int]
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_PIPE = 141
+"""As of a program that SIGPIPE ends."""
 
 ADMIN_KEY_ENV = "MOONGATE_ADMIN_KEY"
 """Variable with the key for a gateway's /admin, unless another is named."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of thirty options before it. Commands' parsers
+    are of this class too."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is not None:
+            self._refuse_unknown_options(words)
+        return super().parse_known_args(words, namespace)
+
+    def _refuse_unknown_options(self, words: Sequence[str]) -> None:
+        """Refuse those before a command's name. argparse takes their values for that name, and
+        complains of these."""
+        names = {
+            name for a in self._actions if a.nargs == argparse.PARSER for name in a.choices or ()
+        }
+        for word in words:
+            if word == "--" or word in names:
+                return
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and not any(
+                known.startswith(flag) for known in self._option_string_actions
+            ):
+                self.error(f"unrecognized arguments: {word}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at the interpreter's end nobody could catch what it raises
+    except BrokenPipeError:  # who reads our output wants no more of it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _make_parser().parse_args(arguments)
     logging.basicConfig(
         level=options.log_level.upper(),
@@ -35,14 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("httpx", "uvicorn.error"):  # these log each health check, and each start and stop
         logging.getLogger(name).setLevel(logging.WARNING)
     command: Command = options.command
-    try:
-        return command(options)
-    except KeyboardInterrupt:
-        return EXIT_FAILED
+    return command(options)
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moongate",
         description="OpenAI-compatible gateway and cache-aware request router for vLLM.",
     )
@@ -336,6 +381,8 @@ def _simulate(options: argparse.Namespace) -> int:
             options.preset, seed=options.seed, traces=options.traces, json_file=options.json,
             plots=options.plots, minutes=options.minutes,
         )  # fmt: skip
+    except BrokenPipeError:
+        raise  # `main` knows what to do
     except (command.SimulateError, OSError) as error:
         return _fail(str(error))
     return EXIT_OK

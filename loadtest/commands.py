@@ -6,13 +6,16 @@ import argparse
 import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moongate.loadtest.records import NOT_SENT, TurnRecord
 from moongate.loadtest.settings import (
     DEFAULT_URL,
     add_workload_arguments,
+    check_first_prompt,
     duration,
     positive_float,
     settings_from,
@@ -100,13 +103,26 @@ def _run(options: argparse.Namespace) -> int:
 
     run_options = _run_options(options, options.out or default_out("run"))
     if options.web:
+        running.check_web_port(options.web_port)
         print(f"locust's web UI: http://127.0.0.1:{options.web_port}", flush=True)
-    report, _ = running.run(run_options)
+    report, records = running.run(run_options)
     print(format_run(report))
     print("\n" + "\n".join(str(file) for file in running.list_files(run_options.out)))
     if report["requests"] == report["failures"]:
-        return _fail("no turn succeeded")
+        return _fail(_why_none(records))
     return EXIT_OK
+
+
+def _why_none(records: Sequence[TurnRecord]) -> str:
+    failures = [
+        f"{record.outcome}, {record.error}" if record.error else record.outcome
+        for record in records
+        if record.outcome != NOT_SENT
+    ]
+    if not failures:
+        return "no turn was sent"
+    [(failure, count)] = Counter(failures).most_common(1)
+    return f"no turn succeeded; {count} of {len(failures)}: {failure}"
 
 
 def _run_options(options: argparse.Namespace, out: Path) -> RunOptions:
@@ -115,6 +131,7 @@ def _run_options(options: argparse.Namespace, out: Path) -> RunOptions:
 
     try:
         settings = settings_from(options, seed=secrets.randbelow(SEED_BELOW))
+        check_first_prompt(settings)
     except ValueError as error:
         raise _Misused(str(error)) from error
     return RunOptions(
@@ -145,7 +162,7 @@ def _add_compare(actions: argparse._SubParsersAction) -> None:  # type: ignore[t
 def _compare(options: argparse.Namespace) -> int:
     from moongate.loadtest.pages import comparison_page
     from moongate.loadtest.running import LoadTestError, read_run
-    from moongate.loadtest.tables import comparison_table
+    from moongate.loadtest.tables import comparison_table, differences, facts
 
     if len(options.runs) < 2:
         raise _Misused("compare needs at least two runs")
@@ -154,6 +171,9 @@ def _compare(options: argparse.Namespace) -> int:
         raise _Misused("compare: a run is named twice")
     reports = {name: report for name, (report, _) in runs.items()}
     print(comparison_table(reports))
+    print("\n" + "\n".join(f"{name}: {facts(report)}" for name, report in reports.items()))
+    for difference in differences(reports):
+        print(f"! {difference}")
     if options.page is not None:
         page = comparison_page(reports, {name: records for name, (_, records) in runs.items()})
         try:
@@ -175,7 +195,7 @@ def _add_policies(actions: argparse._SubParsersAction) -> None:  # type: ignore[
     )
     parser.add_argument(
         "--policies", default=",".join(DEFAULT_POLICIES), metavar="A,B,…",
-        help=f"routing policies (default: {','.join(DEFAULT_POLICIES)}, ten minutes with the default "
+        help=f"routing policies (default: {', '.join(DEFAULT_POLICIES)}; ten minutes with the default "
         "duration)",
     )  # fmt: skip
     parser.add_argument(
@@ -210,10 +230,14 @@ def _policies(options: argparse.Namespace) -> int:
     from moongate.loadtest.policies import compare_policies, default_out
     from moongate.loadtest.tables import comparison_table
 
-    names = [name for name in options.policies.split(",") if name]
-    if len(set(names)) < len(names) or not names:
+    names = [name.strip() for name in options.policies.split(",") if name.strip()]
+    if not names:
+        raise _Misused("--policies: name at least one policy")
+    if len(set(names)) < len(names):
         raise _Misused(f"--policies {options.policies}: name each policy once")
     _check_policies(names)
+    if options.engine == "vllm" and options.engine_model is None:
+        raise _Misused("--engine vllm needs --engine-model DIR")
     run_options = _run_options(options, options.out or default_out("policies"))
     up_words = ["--engines", str(options.engines), "--engine", options.engine]
     if options.engine_model is not None:

@@ -27,6 +27,8 @@ from moongate.loadtest.tables import (
     Table,
     agreement_table,
     comparison_table,
+    differences,
+    facts,
     instances_table,
     totals_table,
     ttft_table,
@@ -67,7 +69,8 @@ details { margin-top: 2rem; } pre { overflow-x: auto; background: var(--line); p
 def run_page(report: Json, records: Sequence[TurnRecord]) -> str:
     """Return the page of one run. `records` belong to it."""
     parts = [
-        _heading(report),
+        f"<h1>Load test: {escape(report['preset'])}</h1>",
+        f'<p class="facts">{escape(facts(report))}</p>',
         *(f'<p class="warning">{escape(text)}</p>' for text in report["warnings"]),
         f'<div class="plots">{"".join(_run_plots(report, records))}</div>',
         _section("Totals", totals_table(report)),
@@ -89,11 +92,11 @@ def comparison_page(
     reports: Mapping[str, Json], records: Mapping[str, Sequence[TurnRecord]]
 ) -> str:
     """Return the page of several runs side by side. Both are by the runs' names."""
+    of_runs = [f"{name}: {text}" for name, own in reports.items() for text in own["warnings"]]
     warnings = [
-        f'<p class="warning">{escape(name)}: {escape(text)}</p>'
-        for name, report in reports.items()
-        for text in report["warnings"]
+        f'<p class="warning">{escape(text)}</p>' for text in (*differences(reports), *of_runs)
     ]
+    told = "<br>".join(escape(f"{name}: {facts(report)}") for name, report in reports.items())
     turns = {name: [r for r in own if r.is_ok] for name, own in records.items()}
     plots = [
         ttft_plot("Time to first token", {n: _known(own, _ttft) for n, own in turns.items()}),
@@ -107,6 +110,7 @@ def comparison_page(
     ]
     parts = [
         f"<h1>{escape(', '.join(reports))}</h1>",
+        f'<p class="facts">{told}</p>',
         *warnings,
         f'<div class="plots">{"".join(plot.figure() for plot in plots)}</div>',
         _section("Side by side", comparison_table(reports)),
@@ -122,17 +126,6 @@ def _page(title: str, parts: Iterable[str]) -> str:
         + "\n".join(parts)
         + "\n</main></body></html>\n"
     )
-
-
-def _heading(report: Json) -> str:
-    users = f"{report['users']} users" if report["users"] else "open loop"
-    rate = report["settings"]["rate_per_s"]
-    load = f"{users}, {rate:g} conversations/s" if rate else users
-    facts = (
-        f"{report['url']}, model {report['model']}; {load}; {report['measured_s']:.0f} s from "
-        f"{report['started_at']}; seed {report['seed']}"
-    )
-    return f'<h1>Load test: {escape(report["preset"])}</h1><p class="facts">{escape(facts)}</p>'
 
 
 def _section(title: str, table: Table) -> str:

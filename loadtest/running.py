@@ -13,6 +13,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -75,6 +76,18 @@ def check_locust() -> None:
         raise LoadTestError(
             "locust is not installed: pip install 'moongate[loadtest]', or `make setup` in this project"
         )
+
+
+def check_web_port(port: int) -> None:
+    """Raises: LoadTestError if another program listens there. Locust tells it too late and not well."""
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # one that just ended is no matter
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LoadTestError(f"--web-port {port}: {error.strerror}; choose another") from error
 
 
 def run(options: RunOptions) -> tuple[Json, list[TurnRecord]]:
@@ -229,9 +242,16 @@ def make_load(options: RunOptions) -> bool:
         finally:
             progress.close()
     if not (options.out / ROWS_FILE).exists():
-        last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise LoadTestError(f"locust ended with code {process.returncode}: {last[0]} (see {log})")
+        told = _last_words(log.read_text(errors="replace"))
+        raise LoadTestError(f"locust ended with code {process.returncode}: {told} (see {log})")
     return was_interrupted
+
+
+def _last_words(log: str) -> str:
+    """Return the last line that tells of an error, else the last one with words: not a table's rule."""
+    lines = [line.strip() for line in log.splitlines() if any(map(str.isalpha, line))]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["it said nothing"])[-1]
 
 
 def _start_locust(options: RunOptions, errors: TextIO) -> subprocess.Popen[bytes]:

@@ -250,6 +250,16 @@ def settings_from(options: argparse.Namespace, *, seed: int) -> WorkloadSettings
     )
 
 
+def check_first_prompt(settings: WorkloadSettings) -> None:
+    """Raises: ValueError if agents' first prompts are already too long, so that nothing would be sent."""
+    tokens = settings.shape.system_tokens + settings.shape.first_tokens
+    if settings.preset is Preset.AGENTS and tokens > settings.context_tokens_max:
+        raise ValueError(
+            f"--context-max {settings.context_tokens_max}: nothing would be sent, since first prompts "
+            f"have {tokens} tokens (--system-tokens and --first-tokens)"
+        )
+
+
 def _shape_from(options: argparse.Namespace, default: Shape) -> Shape:
     given = {
         field.name: getattr(options, "think" if field.name == "think_s" else field.name)

@@ -187,6 +187,42 @@ def _change(first: float | None, second: float | None) -> str:
     return f"{(second - first) / first:+.1%}"
 
 
+def facts(report: Json) -> str:
+    """Return what a run was of, in a line."""
+    users = f"{report['users']} users" if report["users"] else "open loop"
+    rate = report["settings"]["rate_per_s"]
+    load = f"{users}, {rate:g} conversations/s" if rate else users
+    return (
+        f"{report['preset']}; {report['url']}, model {report['model']}; {load}; "
+        f"{report['measured_s']:.0f} s from {report['started_at']}; seed {report['seed']}"
+    )
+
+
+def differences(reports: Mapping[str, Json]) -> list[str]:
+    """Return a sentence for each setting in which runs differ: then it isn't only servers that do."""
+    told = {name: _settings(report) for name, report in reports.items()}
+    found = []
+    for setting in dict.fromkeys(key for settings in told.values() for key in settings):
+        values = {name: settings.get(setting) for name, settings in told.items()}
+        if len({repr(value) for value in values.values()}) > 1:
+            each = ", ".join(f"{name} {_told(value)}" for name, value in values.items())
+            found.append(f"The runs differ in {setting.replace('_', ' ')}: {each}.")
+    return found
+
+
+def _settings(report: Json) -> dict[str, Any]:
+    """Return what was asked for. Costs of tokens were measured: they are the model's."""
+    settings = {k: v for k, v in report["settings"].items() if k not in ("shape", "costs")}
+    asked = {name: report[name] for name in ("preset", "users", "duration_s", "seed")}
+    return {**asked, **settings, **report["settings"]["shape"]}
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def format_run(report: Json) -> str:
     """Return what a run's end prints."""
     parts = [str(totals_table(report))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -65,10 +66,12 @@ def simulate(
 ) -> None:
     """Run a preset and tell what came of it.
 
-    Raises: SimulateError for a name that isn't known and traces that can't be read.
+    Raises: SimulateError for a name that isn't known, traces that can't be read, and files that can't
+    be written; the latter before anything is run.
     """
     if preset not in PRESETS:
         raise SimulateError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    _check_outputs(json_file, plots)
     try:
         trials = PRESETS[preset](Given(seed, traces, minutes * 60))
     except (TraceError, ValueError) as error:
@@ -80,10 +83,35 @@ def simulate(
         if result.row.pool_hit_rate and result.bounds.recency < MOST:
             print(bound_line(result), file=out)
     if json_file is not None:
-        json_file.write_text(as_json(preset, seed, rows))
+        with _option("--json", json_file):
+            json_file.write_text(as_json(preset, seed, rows))
     if plots is not None:
-        for file in write_plots(plots, preset, results):
-            print(file, file=out)
+        with _option("--plots", plots):
+            files = write_plots(plots, preset, results)
+        print(*files, sep="\n", file=out)
+
+
+def _check_outputs(json_file: Path | None, plots: Path | None) -> None:
+    """Raises: SimulateError if these can't be written. A run may take an hour, so they come first."""
+    if json_file is not None:
+        with _option("--json", json_file):
+            is_new = not json_file.exists()
+            json_file.open("a").close()
+            if is_new:
+                json_file.unlink()
+    if plots is not None:
+        with _option("--plots", plots):
+            plots.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _option(name: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:  # of a folder that was to be made
+        raise SimulateError(f"{name} {path}: not a folder") from error
+    except OSError as error:
+        raise SimulateError(f"{name} {path}: {error.strerror}") from error
 
 
 def run_all(trials: Sequence[Trial], line: ProgressLine) -> list[Result]:

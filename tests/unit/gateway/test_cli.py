@@ -1,14 +1,17 @@
 """The `moongate` command: exit codes, and what it prints."""
 
 import json
+import os
 import shlex
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from processes import MOONGATE
 
 from moongate.cli import main
 
@@ -279,3 +282,51 @@ def test_explain_with_a_variable_that_is_not_set_is_misused(
     assert main(["explain", "-f", body, "--admin-key-env", "NOT_THERE_X"]) == 2
     told = "moongate: --admin-key-env: the variable NOT_THERE_X is not set\n"
     assert capsys.readouterr().err == told
+
+
+# --- output that is read by others, and words that are wrong --------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [("engine", "command", "--model", "m"), ("engine", "master-command")]
+)
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(command: tuple[str, ...]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `head` does, but certainly before anything is written
+    try:
+        done = subprocess.run(
+            [*MOONGATE, *command], stdout=write_end, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("command", ["loadtest", "engine"])
+def test_an_option_that_is_unknown_is_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(command, "--nope", "3") == 2
+    told = f"unrecognized arguments: --nope (see moongate {command} --help)"
+    assert capsys.readouterr().err == f"moongate {command}: {told}\n"
+
+
+def test_what_is_missing_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of("engine", "command") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [("--json", "No such file or directory"), ("--plots", "Not a directory")],
+)
+def test_a_simulation_that_can_not_be_written_is_not_run(
+    option: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    path = tmp_path / "none/x" if option == "--json" else file / "x"
+    assert main(["simulate", "--preset", "scale-1000", option, str(path)]) == 1
+    assert capsys.readouterr().err == f"moongate: {option} {path}: {problem}\n"
+    assert main(["simulate", "--preset", "scale-1000", "--plots", str(file)]) == 1
+    assert capsys.readouterr().err == f"moongate: --plots {file}: not a folder\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -10,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import make_facts
+from made_runs import make_facts, make_turn
 from made_traces import write_growing_agentic
 
+from moongate.cli import main
 from moongate.loadtest import running
+from moongate.loadtest.commands import DEFAULT_POLICIES, _why_none
 from moongate.loadtest.probing import ProbeError, normalise_url
+from moongate.loadtest.records import NOT_SENT
 from moongate.loadtest.running import (
     LoadTestError,
     RunOptions,
+    _last_words,
     check_locust,
     locust_command,
     make_load,
@@ -108,3 +114,55 @@ def test_folders_without_a_report_are_refused(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{")
     with pytest.raises(LoadTestError, match=str(tmp_path)):
         read_run(tmp_path)
+
+
+# --- words that don't fit together, and what is said of them --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--context-max", "10"), "--context-max 10: nothing would be sent"),
+        (("policies", "--policies", ""), "--policies: name at least one policy"),
+        (("policies", "--engine", "vllm"), "--engine vllm needs --engine-model DIR"),
+    ],
+)
+def test_what_can_not_be_is_told_before_anything_is_begun(
+    words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["loadtest", *words]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"moongate: {problem}")
+    assert told.out == ""
+
+
+def test_policies_names_are_whole_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["loadtest", "policies", "--help"])
+    words = re.split(r"[\s,;]+", capsys.readouterr().out)
+    assert set(DEFAULT_POLICIES) <= set(words)
+
+
+def test_a_web_port_that_is_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["loadtest", "--web", "--web-port", str(port)]) == 1
+    told = capsys.readouterr()
+    assert told.err == f"moongate: --web-port {port}: Address already in use; choose another\n"
+    assert told.out == ""
+
+
+def test_a_locust_s_last_words_are_no_table_s_rule() -> None:
+    table = "Type Name # reqs\n-----|-----\n\n"
+    assert (
+        _last_words(f"[x] ERROR/locust: no such port\n{table}") == "[x] ERROR/locust: no such port"
+    )
+    assert _last_words(table) == "Type Name # reqs"
+    assert _last_words("") == "it said nothing"
+
+
+def test_without_a_turn_that_succeeded_the_commonest_failure_is_told() -> None:
+    failed = [make_turn(n, outcome="status", error="500: no engine") for n in range(3)]
+    told = _why_none([*failed, make_turn(4, outcome="timeout")])
+    assert told == "no turn succeeded; 3 of 4: status, 500: no engine"
+    assert _why_none([make_turn(0, outcome=NOT_SENT)]) == "no turn was sent"
