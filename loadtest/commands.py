@@ -162,7 +162,7 @@ def _add_compare(actions: argparse._SubParsersAction) -> None:  # type: ignore[t
 def _compare(options: argparse.Namespace) -> int:
     from moongate.loadtest.pages import comparison_page
     from moongate.loadtest.running import LoadTestError, read_run
-    from moongate.loadtest.tables import comparison_table, differences, facts
+    from moongate.loadtest.tables import comparison_table, difference_warning, facts
 
     if len(options.runs) < 2:
         raise _Misused("compare needs at least two runs")
@@ -172,8 +172,8 @@ def _compare(options: argparse.Namespace) -> int:
     reports = {name: report for name, (report, _) in runs.items()}
     print(comparison_table(reports))
     print("\n" + "\n".join(f"{name}: {facts(report)}" for name, report in reports.items()))
-    for difference in differences(reports):
-        print(f"! {difference}")
+    if warning := difference_warning(reports):
+        print(f"\n! {warning}")
     if options.page is not None:
         page = comparison_page(reports, {name: records for name, (_, records) in runs.items()})
         try:

@@ -27,7 +27,7 @@ from moongate.loadtest.tables import (
     Table,
     agreement_table,
     comparison_table,
-    differences,
+    difference_warning,
     facts,
     instances_table,
     totals_table,
@@ -92,10 +92,10 @@ def comparison_page(
     reports: Mapping[str, Json], records: Mapping[str, Sequence[TurnRecord]]
 ) -> str:
     """Return the page of several runs side by side. Both are by the runs' names."""
-    of_runs = [f"{name}: {text}" for name, own in reports.items() for text in own["warnings"]]
-    warnings = [
-        f'<p class="warning">{escape(text)}</p>' for text in (*differences(reports), *of_runs)
-    ]
+    texts = [f"{name}: {text}" for name, own in reports.items() for text in own["warnings"]]
+    if difference := difference_warning(reports):
+        texts.insert(0, difference)
+    warnings = [f'<p class="warning">{escape(text)}</p>' for text in texts]
     told = "<br>".join(escape(f"{name}: {facts(report)}") for name, report in reports.items())
     turns = {name: [r for r in own if r.is_ok] for name, own in records.items()}
     plots = [

@@ -198,23 +198,23 @@ def facts(report: Json) -> str:
     )
 
 
-def differences(reports: Mapping[str, Json]) -> list[str]:
-    """Return a sentence for each setting in which runs differ: then it isn't only servers that do."""
+def difference_warning(reports: Mapping[str, Json]) -> str | None:
+    """Return in which settings runs differ, so that it isn't only servers that do; None if in none."""
     told = {name: _settings(report) for name, report in reports.items()}
     found = []
     for setting in dict.fromkeys(key for settings in told.values() for key in settings):
         values = {name: settings.get(setting) for name, settings in told.items()}
         if len({repr(value) for value in values.values()}) > 1:
             each = ", ".join(f"{name} {_told(value)}" for name, value in values.items())
-            found.append(f"The runs differ in {setting.replace('_', ' ')}: {each}.")
-    return found
+            found.append(f"{setting.replace('_', ' ')} ({each})")
+    return f"The runs differ in what was sent: {'; '.join(found)}." if found else None
 
 
 def _settings(report: Json) -> dict[str, Any]:
     """Return what was asked for. Costs of tokens were measured: they are the model's."""
     settings = {k: v for k, v in report["settings"].items() if k not in ("shape", "costs")}
-    asked = {name: report[name] for name in ("preset", "users", "duration_s", "seed")}
-    return {**asked, **settings, **report["settings"]["shape"]}
+    asked = {name: report[name] for name in ("preset", "users", "seed")}
+    return {**asked, "duration": report["duration_s"], **settings, **report["settings"]["shape"]}
 
 
 def _told(value: Any) -> str:
