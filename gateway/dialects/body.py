@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from moongate.gateway.dialects.body_limits import check_parts
 from moongate.gateway.dialects.json_edits import read_top_level
 from moongate.gateway.dialects.routes import PromptKind, Route
 from moongate.gateway.errors import GatewayError
@@ -33,7 +34,11 @@ SESSION_KEY_CHARS_MAX = 512
 OUTLINED_BYTES_MIN = 16_384
 """Larger bodies are outlined before they are parsed."""
 
+READ_WHOLE_BYTES_MAX = 16_777_216
+"""Larger ones are read by their outlines only, which takes strict JSON: a lenient parser takes long."""
+
 OUTLINED_FIELDS_MAX = 256
+OUTLINED_NAME_CHARS_MAX = 1024
 LARGE_VALUE_BYTES = 4096
 _KEPT_WHOLE = frozenset(
     (
@@ -50,7 +55,9 @@ _STAND_INS = {b"[": b"[0]", b"{": b"{}", b'"': b'"..."'}
 """In an outline, for a large value by its first byte."""
 
 _UNIQUE_KEYS = ("model", "stream")
-_UNIQUE_KEY = re.compile(rb'"(?:model|stream)"')
+_NAME = re.compile(rb'[\s{,]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")\s*+:\s*+')
+"""Matches what comes before a top-level value: at the body's beginning, or at the end of the value before."""
+
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 
 
@@ -83,7 +90,13 @@ def parse_body(raw: bytes, route: Route) -> Body:
 
     Raises: GatewayError (400).
     """
+    check_parts(raw)
     outline = _outline(raw) if len(raw) > OUTLINED_BYTES_MIN else None
+    if outline is None and len(raw) > READ_WHOLE_BYTES_MAX:
+        raise _bad(
+            f"a body of more than {READ_WHOLE_BYTES_MAX} bytes must be a JSON object in strict JSON and UTF-8,"
+            f" with no field given twice and at most {OUTLINED_FIELDS_MAX} fields"
+        )
     top, is_lenient = _parse_json(raw if outline is None else outline)
     _refuse_duplicates(raw if outline is None else outline)
     model = top.get("model")
@@ -110,15 +123,20 @@ def _outline(raw: bytes) -> bytes | None:
             raw.decode()  # strings were only skipped
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # no JSON, or not strictly, or not UTF-8: whoever reads it all will say
-    if len(values) > OUTLINED_FIELDS_MAX:
+    if (
+        len(values) > OUTLINED_FIELDS_MAX
+        or max(map(len, values), default=0) > OUTLINED_NAME_CHARS_MAX
+    ):
         return None
     parts: list[bytes] = []
     kept_to = position = 0
     for name, value in values.items():  # in the order of the text
         text = bytes(value)
-        found = re.compile(rb'"%b"\s*:\s*' % re.escape(name.encode())).search(raw, position)
+        found = _NAME.match(raw, position)
         if found is None or not raw.startswith(text, found.end()):
-            return None  # given twice, spelled with escapes, or alike in a value before
+            return None  # given twice
+        if found[1] != b'"%b"' % name.encode() and msgspec.json.decode(found[1]) != name:
+            return None  # the same
         position = found.end() + len(text)
         if len(text) >= LARGE_VALUE_BYTES and name not in _KEPT_WHOLE:
             stand_in = _STAND_INS.get(text[:1])
@@ -160,8 +178,8 @@ def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
 def _refuse_duplicates(raw: bytes) -> None:
     """Refuse a key given twice that decides where a request goes: parsers differ in which counts."""
     # A key may be spelled with escapes, though nobody honest writes letters so.
-    spelled = _UNIQUE_KEY.findall(raw)
-    if len(spelled) == len(set(spelled)) and _ESCAPED_LETTER.search(raw) is None:
+    is_spelled_twice = any(raw.count(b'"%b"' % key.encode()) > 1 for key in _UNIQUE_KEYS)
+    if not is_spelled_twice and _ESCAPED_LETTER.search(raw) is None:
         return
     top: list[tuple[str, Any]] = []
 
