@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moongate.cli import main
+from moongate.local_stack import StackError, default_engine_python
 
 GOOD = """\
 policy: {name: least_loaded}
@@ -117,6 +118,18 @@ def test_a_local_stack_that_can_not_be_exits_with_2(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"moongate: {problem}")
+
+
+def test_an_installed_package_says_that_it_has_no_engines(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match="works in a checkout only"):
+        default_engine_python(tmp_path)
+    (tmp_path / "Makefile").touch()
+    with pytest.raises(StackError, match="does not exist; `make setup-engine` makes it"):
+        default_engine_python(tmp_path)
+    python = tmp_path / ".venv-engine" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert default_engine_python(tmp_path) == str(python)
 
 
 # --- help -----------------------------------------------------------------------------------------
