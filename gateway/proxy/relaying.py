@@ -119,18 +119,18 @@ async def relay_events(
     client: Client,
     on_end: Callable[[UsageReader], None],
     usage: UsageReader,
+    first: list[bytes],
     *,
     edit: Edit | None = None,
 ) -> Relayed:
     """Pass whole events on as they come. `edit`: what is done to them, but for those longer than
-    `EDITED_BYTES_MAX`, which pass as they are. `usage`: reads them first.
+    `EDITED_BYTES_MAX`, which pass as they are. `usage`: reads them first. `first`: gets the first ones passed on.
 
     `on_end` is called with the event that ends the stream, before it is passed on: a client may leave as
     soon as it has it.
     """
     answer = opened.answer
     splitter = EventSplitter(EDITED_BYTES_MAX) if edit is not None else EventSplitter()
-    first: list[bytes] = []
     try:
         async with asyncio.timeout(None) as limit:
             take = _event_taker(client, splitter, usage, limit, edit, on_end, first)
