@@ -26,6 +26,8 @@ help:
 	@echo "make bench        what routing costs, next to other routers (BENCH_ROUNDS=5; half an hour)"
 	@echo "                  (make run PORT=8001 for another port)"
 	@echo "make setup        only .venv          make setup-engine   only .venv-engine"
+	@echo "make setup-sdks   only .venv-sdks, for examples/: .venv-sdks/bin/python examples/openai_chat.py"
+	@echo "                  (they ask http://127.0.0.1:8000, or MOONGATE_URL)"
 
 setup: .venv/.ready
 setup-engine: .venv-engine/.ready

@@ -10,12 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from moongate import __version__
 from moongate.engine_cli import add_engine_commands
 from moongate.engine_cli import count as _count
 from moongate.engine_cli import port as _port
+
+if TYPE_CHECKING:
+    import httpx
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -269,6 +272,10 @@ def _add_explain(commands: Commands) -> None:  # type: ignore[type-arg]
     )  # fmt: skip
     parser.add_argument("--tenant", metavar="NAME", help="whose request it would be")
     parser.add_argument(
+        "--session", metavar="KEY",
+        help="the session that its client names in x-session-id (default: by its fields)",
+    )  # fmt: skip
+    parser.add_argument(
         "--ca", type=Path, metavar="FILE", help="roots to trust for an https gateway (PEM)"
     )
     parser.set_defaults(command=_explain)
@@ -293,22 +300,35 @@ def _explain(options: argparse.Namespace) -> int:
     headers = {"content-type": "application/json"}
     if key:
         headers["authorization"] = f"Bearer {key}"
+    if options.session is not None:
+        headers["x-session-id"] = options.session
+    url = options.url.rstrip("/").removesuffix("/v1")
     try:
         given = {"route": options.route, "tenant": options.tenant}
         answer = httpx.post(
-            f"{options.url}/admin/explain", content=body, timeout=30.0, trust_env=False,
+            f"{url}/admin/explain", content=body, timeout=30.0, trust_env=False,
             headers=headers, params={name: value for name, value in given.items() if value},
             verify=verify,
         )  # fmt: skip
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return _fail(f"{options.url}: {error}")
+        return _fail(f"{options.url}: {error}; is the gateway there? --url says where")
     if answer.status_code != httpx.codes.OK:
-        return _fail(f"{options.url} answered {answer.status_code}: {answer.text}")
+        return _fail(f"{options.url} answered {answer.status_code}: {_explanation(answer)}")
     try:
         print(json.dumps(answer.json(), indent=2))
     except ValueError:
         return _fail(f"{options.url} is no gateway: its answer is not JSON")
     return EXIT_OK
+
+
+def _explanation(answer: httpx.Response) -> str:
+    """Return what is wrong in one line, as far as the answer says it."""
+    try:
+        message = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "it is no gateway" if answer.status_code == 404 else answer.reason_phrase
+    hint = f"; set {ADMIN_KEY_ENV}, or name another variable with --admin-key-env"
+    return message + (hint if answer.status_code == 401 else "")
 
 
 # --- engines --------------------------------------------------------------------------------------

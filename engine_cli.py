@@ -21,6 +21,7 @@ from moongate.engine_plugins.kv_transfer_launch import (
     PoolMember,
 )
 from moongate.engine_plugins.launch_command import LaunchCommand, LaunchError, shell_script
+from moongate.engine_plugins.option_names import in_options
 from moongate.engine_plugins.registrar import (
     LEASE_S_DEFAULT,
     Announcement,
@@ -474,7 +475,7 @@ def _print(options: argparse.Namespace) -> int:
     try:
         print(shell_script(build(options), os.environ.get("HOME")))
     except LaunchError as error:
-        return _misused(str(error))
+        return _misused(in_options(str(error)))
     return EXIT_OK
 
 
@@ -485,7 +486,7 @@ def _start(options: argparse.Namespace) -> int:
         announcer = _announcer(options) if getattr(options, "announce", ()) else None
         _require_devices(options)
     except LaunchError as error:
-        return _misused(str(error))
+        return _misused(in_options(str(error)))
     try:
         _write_files(command)
         if announcer is not None:

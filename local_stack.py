@@ -384,6 +384,12 @@ def default_engine_python(root: Path) -> str:
     Raises: StackError if there is none.
     """
     python = root / ".venv-engine" / "bin" / "python"
+    if not (root / "Makefile").exists():
+        raise StackError(
+            "--engine vllm works in a checkout only, whose `make setup-engine` installs vLLM; from an"
+            " installed package start engines by the lines that `moongate engine command --python PYTHON"
+            " …` prints, and name them to `moongate serve`"
+        )
     if not python.exists():
         raise StackError(f"{python} does not exist; `make setup-engine` makes it")
     return str(python)

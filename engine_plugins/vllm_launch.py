@@ -312,4 +312,4 @@ def _check_extra_args(extra_args: tuple[str, ...], arguments: tuple[str, ...]) -
     for argument in extra_args:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag in ours:
-            raise LaunchError(f"extra_args: {flag} is set already; use the launch's own field")
+            raise LaunchError(f"extra_args: {flag} is set by the launch itself; leave it out there")

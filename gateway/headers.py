@@ -31,6 +31,8 @@ REPLACED_IN_REQUESTS = frozenset(
 )
 NEVER_FORWARDED = HOP_BY_HOP | REPLACED_IN_REQUESTS
 NEVER_FORWARDED_OR_SECRET = NEVER_FORWARDED | CREDENTIALS
+ENGINE_PRIORITY = frozenset({b"x-vllm-priority"})
+"""How soon an engine is to compute a request; vLLM 0.32 obeys it in place of the body's field."""
 NEVER_ANSWERED = HOP_BY_HOP | {b"date"}
 REQUEST_ID_CHARS_MAX = 128
 SESSION_END = "x-moongate-session-end"
@@ -52,16 +54,19 @@ def request_headers(
     is_secret: Callable[[bytes], bool] | None = None,
     api_key: str | None,
     rank: int | None = None,
+    is_of_tenant: bool = False,
 ) -> list[tuple[bytes, bytes]]:
     """Return the headers that an engine gets, with the data-parallel rank that is to answer.
 
     Its own key, where it has one, replaces any other. `is_secret`: which values have a client's key in them, so
-    that no header carries it, whatever its name.
+    that no header carries it, whatever its name. `is_of_tenant`: it may not say that it is to overtake others' requests.
     """
     keeps_credentials = forward_credentials and api_key is None
     dropped = NEVER_FORWARDED if keeps_credentials else NEVER_FORWARDED_OR_SECRET
     headers = [
-        header for header in _without(raw, dropped, ()) if not header[0].startswith(b"x-moongate-")
+        header
+        for header in _without(raw, dropped, ENGINE_PRIORITY if is_of_tenant else ())
+        if not header[0].startswith(b"x-moongate-")
     ]
     if is_secret is not None and not keeps_credentials:
         headers = _without_secrets(headers, is_secret)

@@ -49,6 +49,11 @@ svg .heading { fill: var(--ink); font-size: 16px; font-weight: 600; }
 """
 """Styles of what is in a plot. On a phone the same picture is smaller, so its letters are larger."""
 
+ALONE = """
+svg { max-width: 100%; height: auto; background: var(--ground); font-family: system-ui, sans-serif; }
+"""
+"""Styles of a picture that is a file of its own."""
+
 Point = tuple[float, float]
 
 
@@ -150,7 +155,8 @@ class Key:
         if self.dash is None:
             return f'<rect x="{x:g}" y="{y:g}" width="24" height="10" style="fill:{self.colour}"/>'
         place = f'x1="{x:g}" x2="{x + 24:g}" y1="{y + 5:g}" y2="{y + 5:g}"'
-        return f'<line class="line" {place} style="stroke:{self.colour}" stroke-dasharray="{self.dash}"/>'
+        stroke = f'style="stroke:{self.colour}" stroke-dasharray="{self.dash}"'
+        return f'<line class="line" {place} {stroke}/>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +176,9 @@ class Chart:
         caption = f"<figcaption>{escape(self.title)}</figcaption>"
         if not self.marks:
             return f'<figure>{caption}<p class="empty">no data</p></figure>'
+        swatch = '<svg viewBox="0 0 24 10" aria-hidden="true">'
         items = "".join(
-            f'<li><svg viewBox="0 0 24 10" aria-hidden="true">{key.mark(0, 0)}</svg>{escape(key.name)}</li>'
-            for key in self.keys
+            f"<li>{swatch}{key.mark(0, 0)}</svg>{escape(key.name)}</li>" for key in self.keys
         )
         return (
             f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {self.height}" {self._told()}>'
@@ -198,10 +204,9 @@ class Chart:
                 height += ROW
         height += 8
         sized = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
-        style = "svg { max-width: 100%; height: auto; background: var(--ground); font-family: system-ui, sans-serif; }"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {sized} {self._told()}>'
-            f"<style>{VARIABLES}{MARKS}{style}</style>"
+            f"<style>{VARIABLES}{MARKS}{ALONE}</style>"
             f'<rect width="100%" height="100%" style="fill:var(--ground)"/>\n'
             + "\n".join(body)
             + "\n</svg>\n"

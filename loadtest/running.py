@@ -74,7 +74,8 @@ def check_locust() -> None:
     """Raises: LoadTestError if locust isn't installed."""
     if importlib.util.find_spec("locust") is None:
         raise LoadTestError(
-            "locust is not installed: pip install 'moongate[loadtest]', or `make setup` in this project"
+            "locust is not installed: `pip install '.[loadtest]'` in moongate's checkout installs it,"
+            " `make setup` there too"
         )
 
 

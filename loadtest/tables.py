@@ -101,8 +101,8 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 SHORT_FIGURES = (
-    "turns", "failed", "turns/s", "TTFT p50 ms", "TTFT p90 ms", "TTFT p99 ms", "turn p50 ms",
-    "cached share", "load max/mean",
+    "turns", "failed", "turns/s", "TTFT p50 ms", "TTFT p99 ms", "turn p50 ms", "cached share",
+    "  on device", "  from pool", "load max/mean",
 )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def comparison_table(reports: Mapping[str, Json], *, is_short: bool = False) -> 
             [name, *(figure.format(figure.read(report)) for figure in chosen)]
             for name, report in reports.items()
         ]
-        return Table("", ("", *(figure.name for figure in chosen)), rows)
+        return Table("", ("", *(figure.name.strip() for figure in chosen)), rows)
     rows = []
     for figure in FIGURES:
         values = [figure.read(report) for report in reports.values()]

@@ -36,7 +36,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration-referenc
 HEAD = """# Configuration reference
 
 Every key of the configuration file. This page is written by `scripts/make_configuration_reference.py` from the
-settings themselves, and a test fails where they differ: change `gateway/config/settings.py`, then run the script.
+settings themselves, and a test fails where they differ: change the section's module in `gateway/config/` (`auth`: in
+`gateway/auth/`), then run the script.
 What belongs together and why is in [configuration.md](configuration.md); `moongate check -c FILE` tells what is wrong
 with a file. A default of *none* is what `null` or leaving the key out gives; what that means stands behind "none:".
 *Reload* says when a changed value holds while the gateway runs ([operations.md](operations.md#reloading)): `at once`; `as another instance`,

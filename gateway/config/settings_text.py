@@ -188,6 +188,9 @@ class _NodeReader:
                 self._note(node, path, f"the variable {name} is not set {hint}")
             return default or ""
 
+        if "${" in _VARIABLE.sub("", text):
+            self._note(node, path, "${ begins a variable: expected ${NAME} or ${NAME:-default}")
+            return text
         expanded = _VARIABLE.sub(replace, text)
         if expanded == text:
             return text

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
+from moongate.gateway.dialects.body_limits import check_parts
 from moongate.gateway.dialects.json_edits import read_top_level
 from moongate.gateway.dialects.routes import PromptKind, Route
 from moongate.gateway.errors import GatewayError
@@ -33,7 +34,11 @@ SESSION_KEY_CHARS_MAX = 512
 OUTLINED_BYTES_MIN = 16_384
 """Larger bodies are outlined before they are parsed."""
 
+READ_WHOLE_BYTES_MAX = 16_777_216
+"""Larger ones are read by their outlines only, which takes strict JSON: a lenient parser takes long."""
+
 OUTLINED_FIELDS_MAX = 256
+OUTLINED_NAME_CHARS_MAX = 1024
 LARGE_VALUE_BYTES = 4096
 _KEPT_WHOLE = frozenset(
     (
@@ -51,6 +56,12 @@ _STAND_INS = {b"[": b"[0]", b"{": b"{}", b'"': b'"..."'}
 
 _UNIQUE_KEYS = ("model", "stream")
 _UNIQUE_KEY = re.compile(rb'"(?:model|stream)"')
+_NAME = re.compile(rb'[\s{,]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")\s*+:\s*+')
+"""Matches what comes before a top-level value: at the body's beginning, or at the end of the value before."""
+
+_COMMA = re.compile(rb"\s*+,")
+_END = re.compile(rb"[\s{]*+\}")
+
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 
 
@@ -83,7 +94,15 @@ def parse_body(raw: bytes, route: Route) -> Body:
 
     Raises: GatewayError (400).
     """
-    outline = _outline(raw) if len(raw) > OUTLINED_BYTES_MIN else None
+    outline = None
+    if len(raw) > OUTLINED_BYTES_MIN:
+        check_parts(raw)
+        outline = _outline(raw)
+    if outline is None and len(raw) > READ_WHOLE_BYTES_MAX:
+        raise _bad(
+            f"a body of more than {READ_WHOLE_BYTES_MAX} bytes must be a JSON object in strict JSON and UTF-8,"
+            f" with no field given twice and at most {OUTLINED_FIELDS_MAX} fields"
+        )
     top, is_lenient = _parse_json(raw if outline is None else outline)
     _refuse_duplicates(raw if outline is None else outline)
     model = top.get("model")
@@ -104,29 +123,60 @@ def _outline(raw: bytes) -> bytes | None:
     Reading agents' bodies and looking for duplicates in them would else be most of what they cost,
     where nobody asks for their messages.
     """
-    try:
-        values = read_top_level(raw)
-        if not raw.isascii():
-            raw.decode()  # strings were only skipped
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # no JSON, or not strictly, or not UTF-8: whoever reads it all will say
-    if len(values) > OUTLINED_FIELDS_MAX:
-        return None
+    fields = _top_level(raw)
+    if fields is None or not _is_utf8(raw):
+        return None  # whoever reads it all will say
     parts: list[bytes] = []
-    kept_to = position = 0
-    for name, value in values.items():  # in the order of the text
-        text = bytes(value)
-        found = re.compile(rb'"%b"\s*:\s*' % re.escape(name.encode())).search(raw, position)
-        if found is None or not raw.startswith(text, found.end()):
-            return None  # given twice, spelled with escapes, or alike in a value before
-        position = found.end() + len(text)
-        if len(text) >= LARGE_VALUE_BYTES and name not in _KEPT_WHOLE:
-            stand_in = _STAND_INS.get(text[:1])
+    kept_to = 0
+    for field in fields:
+        if field.end - field.value_at >= LARGE_VALUE_BYTES and field.name not in _KEPT_WHOLE:
+            stand_in = _STAND_INS.get(raw[field.value_at : field.value_at + 1])
             if stand_in is None:
                 return None  # a number of thousands of digits
-            parts += (raw[kept_to : found.end()], stand_in)
-            kept_to = position
+            parts += (raw[kept_to : field.value_at], stand_in)
+            kept_to = field.end
     return b"".join([*parts, raw[kept_to:]])
+
+
+class _Field(NamedTuple):
+    """Where a top-level field is."""
+
+    name: str
+    name_at: int
+    value_at: int
+    end: int
+
+
+def _top_level(raw: bytes) -> list[_Field] | None:
+    """Return an object's fields in order. None: it is none in strict JSON, has many, or one twice."""
+    try:
+        values = read_top_level(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if (
+        len(values) > OUTLINED_FIELDS_MAX
+        or max(map(len, values), default=0) > OUTLINED_NAME_CHARS_MAX
+    ):
+        return None
+    fields: list[_Field] = []
+    position = 0
+    for name, value in values.items():  # in the order of the text
+        text = bytes(value)
+        found = _NAME.match(raw, position)
+        if found is None or not raw.startswith(text, found.end()):
+            return None  # given twice
+        if found[1] != b'"%b"' % name.encode() and msgspec.json.decode(found[1]) != name:
+            return None  # the same
+        position = found.end() + len(text)
+        fields.append(_Field(name, found.start(1), found.end(), position))
+    return fields if _END.match(raw, position) else None
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        return raw.isascii() or bool(raw.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 def _parse_json(raw: bytes) -> tuple[dict[str, Any], bool]:
@@ -183,10 +233,23 @@ def without_key(raw: bytes, key: str) -> bytes:
 
     The text has been parsed before, so it is an object. Raises: GatewayError (400).
     """
+    fields = _top_level(raw)
+    if fields is not None:
+        return _without_field(raw, fields, key)
     try:
         return _without_key(raw, key)
     except RecursionError as too_deep:
         raise _bad("the body is nested too deeply") from too_deep
+
+
+def _without_field(raw: bytes, fields: Sequence[_Field], key: str) -> bytes:
+    for index, field in enumerate(fields):
+        if field.name == key:
+            is_first = index == 0
+            cut_from = field.name_at if is_first else raw.rindex(b",", 0, field.name_at)
+            behind = _COMMA.match(raw, field.end)
+            return raw[:cut_from] + raw[behind.end() if is_first and behind else field.end :]
+    return raw
 
 
 def _without_key(raw: bytes, key: str) -> bytes:

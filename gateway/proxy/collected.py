@@ -8,15 +8,26 @@ from collections.abc import AsyncIterator, Callable
 from moongate.gateway.auth.tenants import Tenant
 from moongate.gateway.dialects.json_edits import Edit
 from moongate.gateway.dialects.routes import Route
-from moongate.gateway.dialects.sse import split_events
+from moongate.gateway.dialects.sse import EDITED_BYTES_MAX, EventCutter
 from moongate.gateway.proxy.client import Client, RawHeaders
 
 
 class Collected:
-    """A client that waits for nothing. `edit`: of a stream, what is done to whole events before they are kept."""
+    """A client that waits for nothing. `edit`: of a stream, what is done to whole events before they are kept.
+
+    Of an answer that is longer than `bytes_max`, or has an event that is too long to be changed, nothing more is
+    kept; `on_excess` is called with what is too much.
+    """
 
     def __init__(
-        self, asked: Client, body: bytes, *, is_stream: bool, edit: Edit | None = None
+        self,
+        asked: Client,
+        body: bytes,
+        *,
+        is_stream: bool,
+        bytes_max: int,
+        on_excess: Callable[[str], None],
+        edit: Edit | None = None,
     ) -> None:
         self.route: Route = asked.route
         self.method = asked.method
@@ -35,9 +46,11 @@ class Collected:
         self.size_bytes = 0
         self._body = body
         self._edit = edit
+        self._bytes_max = bytes_max
+        self._on_excess = on_excess
         self._is_stream = is_stream
         self._pieces: list[bytes] = []  # of a stream its whole events
-        self._rest = b""  # of a stream: the beginning of an event
+        self._cutter = EventCutter()  # of a stream: it holds the beginning of an event
         self._changed = asyncio.Event()
 
     @property
@@ -47,7 +60,7 @@ class Collected:
 
     @property
     def answer(self) -> bytes:
-        return b"".join(self._pieces) + self._rest
+        return b"".join(self._pieces) + self._cutter.held
 
     # --- as a client ------------------------------------------------------------------------------
 
@@ -63,17 +76,35 @@ class Collected:
             return
         self.size_bytes += len(piece)
         if self._is_stream:
-            events, self._rest = split_events(self._rest + piece)
-            self._pieces += map(self._edit, events) if self._edit is not None else events
+            self._take_events(self._cutter.feed(piece))
         elif piece:
             self._pieces.append(piece)
+        if self.size_bytes > self._bytes_max:
+            self._exceed(f"the answer is longer than {self._bytes_max} bytes")
+        elif self._cutter.held_bytes > EDITED_BYTES_MAX:
+            self._exceed(f"an event of the answer is longer than {EDITED_BYTES_MAX} bytes")
         self._wake()
+
+    def _take_events(self, events: list[bytes]) -> None:
+        self._pieces += map(self._edit, events) if self._edit is not None else events
+
+    def _exceed(self, message: str) -> None:
+        self._on_excess(message)
+        self.break_off()
 
     def finish(self, piece: bytes = b"") -> None:
         self.write(piece)
         self.is_whole = not self.is_over or self.is_whole
         self.is_over = True
         self._wake()
+
+    def end_with(self, event: bytes) -> None:
+        """End a stream with this event; what was begun of another goes."""
+        if not self.is_over:
+            self._cutter = EventCutter()
+            self._pieces.append(event)
+            self.is_whole = self.is_over = True
+            self._wake()
 
     def break_off(self) -> None:
         self.is_over = True

@@ -61,8 +61,12 @@ class EngineAnswers:
         try:
             if kind is AnswerKind.EVENTS:
                 exchange.is_stream = True
+                opening: list[bytes] = []
+                exchange.opening = opening
                 end = functools.partial(self._end, exchange, answer.status, forward)
-                relayed = await relay_events(opened, client, end, exchange.usage, edit=edit)
+                relayed = await relay_events(
+                    opened, client, end, exchange.usage, opening, edit=edit
+                )
                 relayed = _with_missing_end(exchange, opened, relayed)
             else:
                 hides = _hides_params(exchange, answer)

@@ -7,7 +7,7 @@ field that changes is written by the one part that is named above it, and read b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moongate.gateway.auth.access import Meter
@@ -57,6 +57,7 @@ class Exchange:
     # Written by `engine_answers.py`, while the answer passes.
     usage: UsageReader = field(default_factory=UsageReader)  # of a stream, as far as it has come
     is_stream: bool = False  # of events, and it has begun
+    opening: Sequence[bytes] = ()  # of a stream: its first events, as the client got them
 
     @property
     def has_one_choice(self) -> bool:

@@ -67,7 +67,10 @@ class OwnAnswers:
         account.count(200)
         if exchange.is_stream:
             family = exchange.route.family
-            client.finish(stream_error_events(_STOPS, "gateway_stopping", family))
+            first, last = b"".join(exchange.opening), exchange.usage.tail()
+            client.finish(
+                stream_error_events(_STOPS, "gateway_stopping", family, first=first, last=last)
+            )
         else:
             client.break_off()
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from moongate.gateway.dialects.json_edits import Edit
 from moongate.gateway.dialects.routes import ApiFamily
-from moongate.gateway.dialects.sse import EventSplitter, ends_stream
+from moongate.gateway.dialects.sse import EDITED_BYTES_MAX, EventSplitter, ends_stream
 from moongate.gateway.dialects.usage import UsageReader
 from moongate.gateway.errors import error_body
 from moongate.gateway.proxy.client import Client
@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 ERROR_TEXT_BYTES_MAX = 65_536
 """An engine's plain-text error is wrapped into JSON up to this length."""
-
-EDITED_BYTES_MAX = 1 << 26
-"""An event that may have to be changed is gathered up to this length; most are short."""
 
 END_OF_STREAM_S = 1.0
 """After a stream's end mark the engine closes it; one that doesn't is closed by us."""
@@ -122,17 +119,18 @@ async def relay_events(
     client: Client,
     on_end: Callable[[UsageReader], None],
     usage: UsageReader,
+    first: list[bytes],
     *,
     edit: Edit | None = None,
 ) -> Relayed:
-    """Pass whole events on as they come. `edit`: what is done to them. `usage`: reads them first.
+    """Pass whole events on as they come. `edit`: what is done to them, but for those longer than
+    `EDITED_BYTES_MAX`, which pass as they are. `usage`: reads them first. `first`: gets the first ones passed on.
 
     `on_end` is called with the event that ends the stream, before it is passed on: a client may leave as
     soon as it has it.
     """
     answer = opened.answer
     splitter = EventSplitter(EDITED_BYTES_MAX) if edit is not None else EventSplitter()
-    first: list[bytes] = []
     try:
         async with asyncio.timeout(None) as limit:
             take = _event_taker(client, splitter, usage, limit, edit, on_end, first)

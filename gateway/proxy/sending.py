@@ -11,6 +11,7 @@ from collections.abc import Callable
 from urllib.parse import unquote_to_bytes
 
 from moongate.gateway.auth.access import Access
+from moongate.gateway.auth.tenants import NO_TENANT
 from moongate.gateway.dialects.messages_bridge import Bridge, bridge_for
 from moongate.gateway.dialects.routes import ApiFamily, PromptKind
 from moongate.gateway.driver import Driver
@@ -106,6 +107,7 @@ class Sender:
             is_secret=self._access.tenants.are_in,
             api_key=link.api_key,
             rank=holder.rank,
+            is_of_tenant=exchange.client.tenant.name != NO_TENANT,
         )
         trace = exchange.account.trace
         return headers if trace is None else trace.pass_on(headers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -106,8 +107,11 @@ class Background:
         response_id = f"resp_{secrets.token_hex(16)}"
         announced = _announced(response_id, body)
         foreground = _in_foreground(raw, response_id)
-        collected = Collected(client, foreground, is_stream=body.is_stream, edit=_in_background)
         name = tenant, response_id
+        collected = Collected(
+            client, foreground, is_stream=body.is_stream, bytes_max=self._turns.store.bytes_max,
+            on_excess=functools.partial(self._exceeded, name), edit=_in_background,
+        )  # fmt: skip
         run = Run(name, announced, turn, collected, body.is_stream)
         try:
             self._put(run, {**announced, "status": "in_progress"})
@@ -157,8 +161,18 @@ class Background:
         run = self._break_off(name)
         cancelled = {**orjson.loads(stored.response), "status": "cancelled"}
         if run.is_stream:
-            run.collected.finish(failed_event(cancelled, len(run.collected.events)))
+            run.collected.end_with(failed_event(cancelled, len(run.collected.events)))
         return self._put(run, cancelled)
+
+    def _exceeded(self, name: Name, message: str) -> None:
+        """End a response of which there is more than is kept: it fails."""
+        if name not in self._running:
+            return
+        run = self._break_off(name)
+        failed = _failed(run, message)
+        if run.is_stream:
+            run.collected.end_with(failed_event(failed, len(run.collected.events)))
+        self._put(run, failed)
 
     async def delete(self, name: Name) -> None:
         """Forget a response; what still computes it ends. Raises: GatewayError (404, 503)."""
@@ -285,6 +299,8 @@ class Background:
             await self._answer(collected)
         finally:
             collected.break_off()  # nobody waits for more
+        if run.name not in self._running:
+            return  # it was ended meanwhile
         events = collected.events if run.is_stream else []
         answer = _read(_last_response(events) if events else collected.answer)
         if collected.is_whole and collected.status == 200 and "output" in answer:
@@ -293,17 +309,28 @@ class Background:
         error = answer.get("error")
         told = error.get("message") if isinstance(error, dict) else None
         message = told if isinstance(told, str) else "the engine broke its answer off"
-        failure = {"code": "server_error", "message": message}
-        self._put(run, {**run.announced, "status": "failed", "error": failure})
+        self._put(run, _failed(run, message))
 
     def _put(self, run: Run, response: Mapping[str, Any]) -> bytes:
         turn, is_stream = run.turn, run.is_stream
         assert turn.own_items is not None
         is_over = response["status"] not in RUNNING
-        events = b"".join(run.collected.events) if is_over else b""
+        events = run.collected.events if is_over else []
+        if run.collected.size_bytes > self._turns.store.bytes_max:
+            events = events[-1:]  # with all of them it would not be kept
         return self._turns.put(
-            turn.tenant, response, turn.own_items, turn.previous, events, is_stream=is_stream
+            turn.tenant,
+            response,
+            turn.own_items,
+            turn.previous,
+            b"".join(events),
+            is_stream=is_stream,
         )
+
+
+def _failed(run: Run, message: str) -> dict[str, Any]:
+    failure = {"code": "server_error", "message": message}
+    return {**run.announced, "status": "failed", "error": failure}
 
 
 def _announced(response_id: str, body: Body) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from fake_engine import FakeEngine, Received
 from live_gateway import LiveGateway, live_gateway, until
 
+from moongate.gateway.dialects.sse import EDITED_BYTES_MAX
 from moongate.gateway.responses import background
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -516,3 +517,53 @@ async def test_no_tenant_has_more_than_half_of_the_room_for_what_is_under_way(
                             if len(text) > 21_000:
                                 break
             assert statuses == [200, 429, 200]
+
+
+async def test_a_stream_of_more_than_is_kept_fails_and_its_engine_is_told_to_stop() -> None:
+    handler = StreamingEngine(texts=1000)
+    kept = {"bytes_max": 20_000}
+    async with (
+        FakeEngine(handler) as engine,
+        live_gateway([engine.url], responses=kept) as gateway,
+    ):
+        handler.let(1000)
+        told = events_of((await gateway.client.post("/v1/responses", json=ASKED)).text)
+        message = "the answer is longer than 20000 bytes"
+        assert told[-1]["response"]["error"] == {"code": "server_error", "message": message}
+        assert told[-1]["sequence_number"] == len(told) - 1 < 1000
+        await until(engine.received[0].client_left.is_set)
+        path = f"/v1/responses/{told[0]['response']['id']}"
+        stored = (await gateway.client.get(path)).json()
+        assert (stored["status"], stored["error"]["message"]) == ("failed", message)
+        again = events_of((await gateway.client.get(path, params={"stream": True})).text)
+        assert again == told[-1:]
+        await until(lambda: gateway.inflight() == 0)
+
+
+async def test_an_event_that_is_too_long_to_be_changed_ends_a_background_stream() -> None:
+    async def answer(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(b'event: response.created\ndata: {"type":"response.created",')
+        await request.send_chunk(b'"x":"' + b"x" * EDITED_BYTES_MAX)
+        await request.client_left.wait()
+
+    async with FakeEngine(answer) as engine, live_gateway([engine.url]) as gateway:
+        (last,) = events_of((await gateway.client.post("/v1/responses", json=ASKED)).text)
+        message = f"an event of the answer is longer than {EDITED_BYTES_MAX} bytes"
+        assert last["response"]["error"]["message"] == message
+        await until(lambda: gateway.inflight() == 0)
+
+
+async def test_a_whole_answer_of_more_than_is_kept_fails() -> None:
+    async def answer(request: Received) -> None:
+        await request.answer(200, json.dumps({"output": OUTPUT, "x": "x" * 20_000}).encode())
+
+    async with (
+        FakeEngine(answer) as engine,
+        live_gateway([engine.url], responses={"bytes_max": 20_000}) as gateway,
+    ):
+        response_id = (await begin(gateway))["id"]
+        await wait_for(gateway, response_id, "failed")
+        stored = (await gateway.client.get(f"/v1/responses/{response_id}")).json()
+        assert stored["error"]["message"] == "the answer is longer than 20000 bytes"
+        await until(lambda: gateway.inflight() == 0)

@@ -120,3 +120,22 @@ async def test_c21_a_large_body_holds_nobody_up(served: tuple[FakeEngine, Child]
     printed, _ = await asyncio.wait_for(probe.communicate(b""), 10.0)
     delays = sorted(map(float, printed.split()))
     assert delays[len(delays) * 99 // 100] < 0.1
+
+
+async def test_c21_a_body_of_nothing_but_lists_is_refused_before_they_are_made(
+    served: tuple[FakeEngine, Child],
+) -> None:
+    """Read whole, each of these takes seconds and 25 times its size, after which it would be refused as well."""
+    engine, gateway = served
+    keys = (b'"messages"', b'"mess\\u0061ges"', b'"messages":[1],"messages"')
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0, trust_env=False) as client:
+        before = memory_bytes(gateway, "VmRSS")
+        forget_the_peak(gateway)
+        for key in keys:
+            body = b'{"model":"m",' + key + b":[" + b"[]," * (14 * MIB // 3) + b"1]}"
+            answer = await client.post("/v1/chat/completions", content=body)
+            assert answer.status_code == 400
+            assert "lists, objects, names and texts" in answer.json()["error"]["message"]
+        growth = memory_bytes(gateway, "VmHWM") - before
+    assert growth < 6 * len(body), f"{growth / len(body):.1f} times the body"
+    assert engine.received == []

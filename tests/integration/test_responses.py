@@ -224,6 +224,26 @@ async def test_a_response_that_breaks_off_ends_as_failed() -> None:
     assert failed["response"]["error"]["code"] == "server_error"
 
 
+async def test_a_response_that_the_gateway_cuts_has_its_name_and_goes_on_counting() -> None:
+    async def begin(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(event("created", 0, output=[], status="in_progress"))
+        await request.send_chunk(event("in_progress", 4, output=[], status="in_progress"))
+        await asyncio.sleep(60)
+
+    async with FakeEngine(begin) as engine:
+        async with live_gateway([engine.url], drain={"limit_s": 0.3}) as gateway:
+            asking = asyncio.create_task(ask(gateway, input="hi", stream=True))
+            await until(lambda: engine.received)
+            await asyncio.sleep(0.2)
+            gateway.server.request_stop()
+            text = (await asking).text
+    last = json.loads(text.strip().rpartition("data: ")[2])
+    assert (last["type"], last["sequence_number"]) == ("response.failed", 5)
+    assert (last["response"]["id"], last["response"]["status"]) == ("resp_1", "failed")
+    assert last["response"]["error"]["message"] == "the gateway is stopping"
+
+
 async def test_a_message_that_breaks_off_ends_with_its_own_error() -> None:
     start = b'event: message_start\ndata: {"type":"message_start"}\n\n'
 

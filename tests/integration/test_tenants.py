@@ -200,6 +200,36 @@ async def test_the_name_that_the_gateway_listens_on_is_its_own() -> None:
                 assert read.status_code == status
 
 
+@pytest.mark.parametrize(
+    ("said", "passed"),
+    [
+        ("0", 0),
+        ("7", 7),
+        ("-1", None),
+        ("-1.0", None),
+        ('"-1"', None),
+        ("null", None),
+        ('7,"priority":-1', None),
+        ('7,"pri\\u006frity":-1', None),
+        ('-1,"n":NaN', None),
+    ],
+)
+async def test_no_tenant_overtakes_others_on_engines(said: str, passed: int | None) -> None:
+    raw = '{"model":"m","messages":[{"role":"user","content":"x"}],"priority":' + said + "}"
+    headers = {**AS_A, "X-Vllm-Priority": "-5", "content-type": "application/json"}
+    path = "/v1/chat/completions"
+    async with FakeEngine() as engine:
+        async with live_gateway([engine.url], auth=auth()) as gateway:
+            assert (await gateway.client.post(path, content=raw, headers=headers)).is_success
+        async with live_gateway([engine.url]) as gateway:  # everybody is one
+            assert (await gateway.client.post(path, content=raw, headers=headers)).is_success
+    of_tenant, of_anybody = engine.received
+    assert of_tenant.json().get("priority") == passed
+    assert "x-vllm-priority" not in of_tenant.headers
+    assert of_anybody.body == raw.encode()
+    assert of_anybody.headers["x-vllm-priority"] == "-5"
+
+
 async def test_a_key_file_that_comes_to_hold_anothers_key_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "b.key"
     file.write_text("gw-b")

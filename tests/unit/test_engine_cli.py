@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -13,6 +14,16 @@ import pytest
 from moongate import engine_cli
 from moongate.cli import main
 from moongate.engine_cli import size_bytes
+from moongate.engine_plugins.kv_transfer_launch import Handoff, Network, PoolMember
+from moongate.engine_plugins.option_names import option_of
+from moongate.engine_plugins.store_launch import MasterLaunch, StoreLaunch
+from moongate.engine_plugins.vllm_launch import EngineLaunch
+
+WITHOUT_OPTION = {
+    *("topic", "extra_args", "network", "connector", "has_disks", "prompt_tokens_details"),
+    *("gpu_blocks_override", "kv_cache_space_gib", "enable_auto_tool_choice", "tool_call_parser"),
+}
+"""Fields that `moongate engine` sets by itself, or whose refusals it can't bring about."""
 
 ENGINE = ["engine", "command", "--model", "/m/tiny", "--device", "cpu"]
 
@@ -97,8 +108,8 @@ def test_store_process_mode_lends_nothing(capsys: pytest.CaptureFixture[str]) ->
         (
             ["--role", "prefill", "--kv-connector", "none"],
             (
-                "role: prefill needs a connector to hand prompts over with; set handoff (mooncake or"
-                " nixl), or choose role both"
+                "--role: prefill needs a connector to hand prompts over with; set --kv-connector"
+                " (mooncake or nixl), or choose --role both"
             ),
         ),
         (
@@ -111,14 +122,30 @@ def test_store_process_mode_lends_nothing(capsys: pytest.CaptureFixture[str]) ->
         ),
         (
             ["--role", "decode", "--bootstrap-port", "8998"],
-            "bootstrap_port: a decode engine has none, it asks the prefill engine's; leave it out",
+            "--bootstrap-port: a decode engine has none, it asks the prefill engine's; leave it out",
         ),
         (
             ["--pool", "--segment-size", "0"],
             (
-                "segment_bytes: 0 lends the pool nothing; give a size such as 4294967296, or choose mode"
-                " standalone-store"
+                "--segment-size: 0 lends the pool nothing; give a size such as 4294967296, or choose"
+                " --pool-mode standalone-store"
             ),
+        ),
+        (
+            ["--device-name", "mlx5_0"],
+            ("--device-name: tcp takes no RDMA device; choose --protocol rdma, or leave them out"),
+        ),
+        (
+            ["--nvlink-fabric", "--pool"],
+            "--nvlink-fabric: goes with --protocol rdma, in whose place it is taken",
+        ),
+        (
+            ["--port", "5601"],
+            "--kv-events-port: 5601 clashes with --port, 5601; choose ports of their own",
+        ),
+        (
+            ["--", "--port", "8102"],
+            "after --: --port is set by the launch itself; leave it out there",
         ),
         (["--lookup-id", "3"], "--lookup-id: only with --pool"),
         (["--segment-size", "1GB"], "--segment-size: only with --pool"),
@@ -130,6 +157,18 @@ def test_engines_that_can_not_be_are_refused(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, *ENGINE, *words) == problem
+
+
+def test_a_refusal_names_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    helped = ""
+    for action in ("serve", "store-serve", "master-serve"):
+        with pytest.raises(SystemExit):
+            main(["engine", action, "--help"])
+        helped += capsys.readouterr().out
+    launches = (EngineLaunch, Handoff, PoolMember, Network, StoreLaunch, MasterLaunch)
+    fields = {field.name for launch in launches for field in dataclasses.fields(launch)}
+    named = {option_of(name) for name in fields - WITHOUT_OPTION}
+    assert {option for option in named if f"  {option}" not in helped} == set()
 
 
 # --- a pool's own processes -----------------------------------------------------------------------
@@ -200,18 +239,18 @@ def test_rdma_needs_a_device_on_the_machine_that_starts(
     [
         (
             ["--announce", "gateway:8000"],
-            "announce: 'gateway:8000' is no http address of a gateway",
+            "--announce: 'gateway:8000' is no http address of a gateway",
         ),
         (
             ["--announce", "http://g:8000", "--host", "0.0.0.0"],
             (
-                "advertise_host: an engine that listens on '0.0.0.0' can't be announced as that; name"
+                "--advertise-host: an engine that listens on '0.0.0.0' can't be announced as that; name"
                 " the address at which gateways reach this machine"
             ),
         ),
         (
             ["--announce", "http://g:8000", "--announce-id", "a b"],
-            "announce_id: 'a b'; choose 1 to 64 letters, digits, dots, dashes and underscores",
+            "--announce-id: 'a b'; choose 1 to 64 letters, digits, dots, dashes and underscores",
         ),
     ],
 )

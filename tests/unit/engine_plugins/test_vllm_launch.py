@@ -211,11 +211,11 @@ def test_a_shell_script_leaves_the_home_to_whoever_runs_it(home: str) -> None:
         ),
         (
             {"extra_args": ("--port", "9")},
-            "extra_args: --port is set already; use the launch's own field",
+            "extra_args: --port is set by the launch itself; leave it out there",
         ),
         (
             {"extra_args": ("--kv_events_config={}",)},
-            "extra_args: --kv-events-config is set already; use the launch's own field",
+            "extra_args: --kv-events-config is set by the launch itself; leave it out there",
         ),
     ],
 )

@@ -156,13 +156,17 @@ def test_a_stream_is_ended_well_whatever_was_in_it(
         assert data == b"[DONE]" or isinstance(json.loads(data), dict)
 
 
+def never(message: str) -> None:
+    raise AssertionError(message)
+
+
 @quick
 @given(pieces=streams())
 def test_what_is_collected_is_what_came(pieces: list[bytes]) -> None:
     asked: Any = SimpleNamespace(
         route=None, method="POST", target="", headers=(), tenant=ANYBODY, opened_at=0.0
     )
-    collected = Collected(asked, b"", is_stream=True)
+    collected = Collected(asked, b"", is_stream=True, bytes_max=1 << 20, on_excess=never)
     for piece in pieces:
         collected.write(piece)
     assert collected.answer == b"".join(pieces)

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moongate.gateway.dialects.body import (
+    OUTLINED_BYTES_MIN,
+    READ_WHOLE_BYTES_MAX,
     SESSION_HEADERS,
     SESSION_KEY_CHARS_MAX,
     Body,
@@ -246,6 +248,29 @@ def test_a_key_is_given_twice_if_it_is_so_at_the_top(
         assert refusal_of(raw) == (400, "model: given twice", "model")
     else:
         assert parse_body(raw, CHAT).model == "m"
+
+
+LARGE = b'"messages":[{"role":"user","content":"' + b"x" * OUTLINED_BYTES_MIN + b'"}]'
+
+
+def test_fields_of_a_large_body_may_be_spelled_with_escapes() -> None:
+    escaped = LARGE.replace(b"messages", b"mess\\u0061ges")
+    body = parse_body(b'{"model":"m", "\\n" : 1, ' + escaped + b',"stream" : true}', CHAT)
+    assert (body.is_outlined, body.is_stream, body.top["\n"]) == (True, True, 1)
+    assert len(body.fields["messages"][0]["content"]) == OUTLINED_BYTES_MIN
+
+
+@pytest.mark.parametrize(
+    "field", [b'"z":NaN', b'"messages":[2]', b'"":"\xff"', b'"z":', b'"' + b"x" * 1025 + b'":1']
+)
+def test_what_has_no_outline_is_read_whole_up_to_a_size(field: bytes) -> None:
+    raw = b'{"model":"m","x":"' + b"x" * READ_WHOLE_BYTES_MAX + b'",' + LARGE + b"," + field + b"}"
+    status, message, param = refusal_of(raw)
+    assert (status, param) == (400, None)
+    assert message == (
+        "a body of more than 16777216 bytes must be a JSON object in strict JSON and UTF-8,"
+        " with no field given twice and at most 256 fields"
+    )
 
 
 def test_looking_for_keys_given_twice_ends_at_any_depth() -> None:

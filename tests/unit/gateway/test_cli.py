@@ -14,6 +14,7 @@ import pytest
 from processes import MOONGATE
 
 from moongate.cli import main
+from moongate.local_stack import StackError, default_engine_python
 
 GOOD = """\
 policy: {name: least_loaded}
@@ -120,6 +121,18 @@ def test_a_local_stack_that_can_not_be_exits_with_2(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"moongate: {problem}")
+
+
+def test_an_installed_package_says_that_it_has_no_engines(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match="works in a checkout only"):
+        default_engine_python(tmp_path)
+    (tmp_path / "Makefile").touch()
+    with pytest.raises(StackError, match="does not exist; `make setup-engine` makes it"):
+        default_engine_python(tmp_path)
+    python = tmp_path / ".venv-engine" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert default_engine_python(tmp_path) == str(python)
 
 
 # --- help -----------------------------------------------------------------------------------------
@@ -273,6 +286,70 @@ def test_explain_sends_the_admin_key(
     body = write(tmp_path / "request.json", "{}")
     assert main(["explain", "-f", body, "--url", url, *words]) == 0
     assert seen == [sent]
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[str, dict[str, str | None]]]:
+    """A server's address; what it was asked for last, and what it answers (`status`, `body`)."""
+    told: dict[str, str | None] = {"status": "200", "body": "{}"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            told.update(path=self.path, session=self.headers.get("x-session-id"))
+            self.send_response(int(told["status"] or 0))
+            self.end_headers()
+            self.wfile.write((told["body"] or "").encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", told
+        server.shutdown()
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_explain_asks_for_a_session_at_the_address_that_clients_have(
+    tmp_path: Path, asked: tuple[str, dict[str, str | None]], end: str
+) -> None:
+    url, told = asked
+    body = write(tmp_path / "request.json", "{}")
+    assert main(["explain", "-f", body, "--url", url + end, "--session", "a b"]) == 0
+    assert (told["path"], told["session"]) == ("/admin/explain", "a b")
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "text"),
+    [
+        ("404", "<html>\n<h1>Not here</h1>\n</html>", "it is no gateway"),
+        ("502", "<html>", "Bad Gateway"),
+        ("400", '{"error":{"message":"model: missing"}}', "model: missing"),
+        (
+            "401",
+            '{"error":{"message":"no key"}}',
+            "no key; set MOONGATE_ADMIN_KEY, or name another",
+        ),
+        ("200", "<html>", "it is no gateway"),
+    ],
+)
+def test_explain_says_in_one_line_what_is_wrong(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: tuple[str, dict[str, str | None]],
+    status: str,
+    answer: str,
+    text: str,
+) -> None:
+    url, told = asked
+    told.update(status=status, body=answer)
+    body = write(tmp_path / "request.json", "{}")
+    assert main(["explain", "-f", body, "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"moongate: {url} ")
+    assert error.count("\n") == 1
+    assert text.removeprefix("it is ") in error
 
 
 def test_explain_with_a_variable_that_is_not_set_is_misused(

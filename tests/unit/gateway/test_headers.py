@@ -157,3 +157,16 @@ def test_c98_a_header_with_a_key_in_it_is_dropped_whatever_its_name() -> None:
     assert forwarded(forward_credentials=False, api_key=None) == others
     assert forwarded(forward_credentials=True, api_key="b-1") == others
     assert forwarded(forward_credentials=True, api_key=None) == [b"x-one", *others]
+
+
+def test_a_tenant_does_not_say_how_soon_an_engine_is_to_compute() -> None:
+    raw = [(b"X-VLLM-Priority", b"-5"), (b"x-kept", b"1")]
+
+    def sent(*, is_of_tenant: bool) -> list[bytes]:
+        headers = request_headers(
+            raw, request_id="r", forward_credentials=True, api_key=None, is_of_tenant=is_of_tenant
+        )
+        return [name for name, _ in headers]
+
+    assert sent(is_of_tenant=True) == [b"x-kept", b"x-request-id"]
+    assert sent(is_of_tenant=False) == [b"x-vllm-priority", b"x-kept", b"x-request-id"]

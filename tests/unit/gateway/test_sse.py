@@ -1,10 +1,19 @@
 """A stream of bytes comes out whole, in whole events."""
 
+import time
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moongate.gateway.dialects.sse import HELD_BYTES_MAX, EventSplitter, ends_stream, split_events
+from moongate.gateway.dialects.sse import (
+    HELD_BYTES_MAX,
+    EventCutter,
+    EventSplitter,
+    ends_stream,
+    split_events,
+)
 
 BREAKS = ("\n\n", "\r\n\r\n", "\r\r")
 
@@ -135,3 +144,43 @@ def test_events_are_split_without_losing_a_byte(end: bytes) -> None:
     assert split_events(first) == ([first], b"")
     assert split_events(begun) == ([], begun)
     assert split_events(b"") == ([], b"")
+
+
+# --- what a long event costs ----------------------------------------------------------------------
+
+
+def seconds_of(feed: Callable[[bytes], object], pieces: int) -> float:
+    """Return the processor time of a long event that comes in pieces of 4 KiB."""
+    piece = b"x" * 4096
+    began = time.process_time()
+    for _ in range(pieces):
+        feed(piece)
+    feed(b"\n\n")
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize(
+    "feeding", [lambda: EventSplitter(1 << 30).feed, lambda: EventCutter().feed]
+)
+def test_an_event_of_eight_times_the_size_costs_about_eight_times_as_much(
+    feeding: Callable[[], Callable[[bytes], object]],
+) -> None:
+    """Where each piece were looked at with all before it, it would be 64 times."""
+    short = min(seconds_of(feeding(), 500) for _ in range(5))
+    long = min(seconds_of(feeding(), 4000) for _ in range(3))
+    assert long < 24 * short
+
+
+@settings(deadline=None)
+@given(stream=st.lists(st.sampled_from([b"\n", b"\r", b"a", b"data"]), max_size=30), data=st.data())
+def test_events_are_cut_as_if_they_had_come_at_once(
+    stream: list[bytes], data: st.DataObject
+) -> None:
+    whole = b"".join(stream)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    cutter = EventCutter()
+    events: list[bytes] = []
+    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        events += cutter.feed(whole[start:end])
+    assert (events, cutter.held) == split_events(whole)
+    assert cutter.held_bytes == len(cutter.held)

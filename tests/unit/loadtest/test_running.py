@@ -44,7 +44,7 @@ def make_options(**changes: Any) -> RunOptions:
 
 def test_without_locust_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LoadTestError, match=r"pip install 'moongate\[loadtest\]'"):
+    with pytest.raises(LoadTestError, match=r"pip install '\.\[loadtest\]'"):
         check_locust()
 
 
