@@ -572,4 +572,8 @@ def _may_admit(event: Event) -> bool:
 
 
 def _earliest(*times: float | None) -> float | None:
-    return min((time for time in times if time is not None), default=None)
+    earliest: float | None = None
+    for at in times:
+        if at is not None and (earliest is None or at < earliest):
+            earliest = at
+    return earliest

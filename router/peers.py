@@ -88,6 +88,8 @@ class Peers:
                 self._forget(name)
 
     def next_expiry(self) -> float | None:
+        if not self._peers:
+            return None
         return min((peer.expires_at for peer in self._peers.values()), default=None)
 
     def total(self, holder: Holder) -> PeerLoad:

@@ -95,7 +95,8 @@ class RequestReader:
         `has_room`: for one more hand-off. Raises: GatewayError (400).
         """
         hands_over = self._core.fleet.has_prefill(model)
-        wishes = read_wishes(headers, body, route)
+        may_wait = self._core.admission is not None
+        wishes = read_wishes(headers, body, route, may_wait=may_wait)
         return Request(
             id=request_id,
             model=model,

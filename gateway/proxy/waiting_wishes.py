@@ -44,9 +44,19 @@ class WaitingWishes(NamedTuple):
     size_tokens: int
 
 
-def read_wishes(headers: Mapping[str, str], body: Body, route: Route) -> WaitingWishes:
-    """Return what is said, in headers and in the body. Raises: GatewayError (400)."""
+NO_WISHES = WaitingWishes(0, None, 1, None, 0)
+
+
+def read_wishes(
+    headers: Mapping[str, str], body: Body, route: Route, *, may_wait: bool
+) -> WaitingWishes:
+    """Return what is said, in headers and in the body. Raises: GatewayError (400).
+
+    `may_wait`: requests wait here, so that it matters how large they are.
+    """
     priority, wait = headers.get(PRIORITY), headers.get(MAX_WAIT)
+    if priority is None and wait is None and not may_wait:
+        return NO_WISHES
     return WaitingWishes(
         _integer(PRIORITY, priority) if priority is not None else 0,
         max(_integer(MAX_WAIT, wait), 0) / 1000 if wait is not None else None,

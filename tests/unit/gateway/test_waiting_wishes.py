@@ -13,6 +13,8 @@ from moongate.gateway.errors import GatewayError
 from moongate.gateway.proxy.waiting_wishes import (
     ANSWERS_MAX,
     COMPLETION_TOKENS_DEFAULT,
+    NO_WISHES,
+    PRIORITY,
     WaitingWishes,
     read_wishes,
 )
@@ -25,7 +27,7 @@ def wishes(
 ) -> WaitingWishes:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 400}], **fields}
     route = PROXIED[path]
-    return read_wishes(headers, parse_body(json.dumps(body).encode(), route), route)
+    return read_wishes(headers, parse_body(json.dumps(body).encode(), route), route, may_wait=True)
 
 
 def test_who_says_nothing_wishes_nothing() -> None:
@@ -119,3 +121,13 @@ def test_all_answers_count(path: str, fields: dict[str, Any], answers: int) -> N
 def test_what_computes_nothing_has_no_size() -> None:
     assert wishes({}, "/tokenize").size_tokens == 0
     assert wishes({}, "/v1/embeddings", input="x").size_tokens > 100
+
+
+def test_where_nobody_waits_nothing_is_worked_out_but_bad_wishes_are_told() -> None:
+    chat = PROXIED["/v1/chat/completions"]
+    body = parse_body(
+        b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":7}', chat
+    )
+    assert read_wishes({}, body, chat, may_wait=False) == NO_WISHES
+    with pytest.raises(GatewayError, match=PRIORITY):
+        read_wishes({PRIORITY: "x"}, body, chat, may_wait=False)
