@@ -331,14 +331,18 @@ def price_all(
     rate, active_ms = pricing.tokens_per_ms, pricing.weights.active_request_ms
     session_ms = 0.0 if pricing.history_tokens else pricing.weights.session_ms
     prompt_terms: dict[tuple[float, float], tuple[float, float, float, float]] = {}
+    last_weight, last_reuse = math.nan, math.nan  # mostly those of the next one, too
+    prefill = history = shared = again = 0.0
     costs_ms: list[float] = []
     for candidate, reuse_tokens in zip(candidates, reuses_tokens, strict=True):
         weight = candidate.weight / candidate.slowness
-        terms = prompt_terms.get((weight, reuse_tokens))
-        if terms is None:
-            terms = pricing.prompt_terms_ms(weight, reuse_tokens)
-            prompt_terms[weight, reuse_tokens] = terms
-        prefill, history, shared, again = terms
+        if weight != last_weight or reuse_tokens != last_reuse:
+            last_weight, last_reuse = weight, reuse_tokens
+            terms = prompt_terms.get((weight, reuse_tokens))
+            if terms is None:
+                terms = pricing.prompt_terms_ms(weight, reuse_tokens)
+                prompt_terms[weight, reuse_tokens] = terms
+            prefill, history, shared, again = terms
         costs_ms.append(
             candidate.queued_prefill_tokens / (rate * weight)
             + candidate.active_requests / weight * active_ms
