@@ -286,6 +286,8 @@ def _explain(options: argparse.Namespace) -> int:
 
     import httpx
 
+    from moongate.loadtest.settings import server_root
+
     try:
         verify = ssl.create_default_context(cafile=options.ca)
     except (OSError, ssl.SSLError) as error:
@@ -302,7 +304,7 @@ def _explain(options: argparse.Namespace) -> int:
         headers["authorization"] = f"Bearer {key}"
     if options.session is not None:
         headers["x-session-id"] = options.session
-    url = options.url.rstrip("/").removesuffix("/v1")
+    url = server_root(options.url)
     try:
         given = {"route": options.route, "tenant": options.tenant}
         answer = httpx.post(

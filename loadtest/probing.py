@@ -18,7 +18,7 @@ import httpx
 
 from moongate.loadtest.conversations import TOOLS
 from moongate.loadtest.gateway_totals import GatewayTotals, read_totals
-from moongate.loadtest.settings import DEFAULT_URL, ROUTE
+from moongate.loadtest.settings import DEFAULT_URL, ROUTE, server_root
 from moongate.loadtest.words import SIMULATED_COSTS, TokenCosts, make_text
 
 TIMEOUT_S = 120.0
@@ -52,7 +52,7 @@ def normalise_url(url: str) -> str:
         raise ProbeError(f"--url {url}: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ProbeError(f"--url {url}: an address such as {DEFAULT_URL} is wanted")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return server_root(url)
 
 
 class Prober:

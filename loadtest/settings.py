@@ -26,6 +26,11 @@ CONTEXT_TOKENS_MAX = 120_000
 SHARED_PROMPTS = 4
 
 
+def server_root(url: str) -> str:
+    """Return a server's address without what clients add to it."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 class Preset(Enum):
     AGENTS = "agents"
     TRACE = "trace"

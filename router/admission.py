@@ -91,12 +91,8 @@ class StartRate:
         self.count += 1
         self._since = now
 
-    def find_tokens_per_s(self, now: float) -> float | None:
-        """Return the speed; what has not happened since the last start counts, too. None: not known."""
-        return find_speed([self], now)
-
     def tokens_per_s(self, now: float) -> float:
-        """Return the speed however little is known of it."""
+        """Return the speed, however little is known of it; what has not happened since the last start counts, too."""
         seconds = self._seconds + (now - self._since)
         return self._tokens / seconds if seconds > 0 else 0.0
 
@@ -265,9 +261,6 @@ class Admission:
     def leave(self, request_id: RequestId) -> bool:
         """Its client has left. Return whether it waited."""
         return self.queue.remove(request_id) is not None
-
-    def is_waiting(self, request_id: RequestId) -> bool:
-        return self.queue.find(request_id) is not None
 
     def take(self, can_start: CanStart, now: float) -> Taken | None:
         """Remove and return what is next of those that can start."""

@@ -108,6 +108,7 @@ class EngineAnswers:
         account, meter = exchange.account, exchange.meter
         if account.is_counted:
             return
+        exchange.usage = usage
         cached_tokens, computing = usage.cached_tokens(), forward.holder
         handoff, decision = exchange.handoff, forward.decision
         if handoff is not None and handoff.is_handed_over and decision.prefill is not None:
@@ -138,7 +139,7 @@ class EngineAnswers:
         completion_tokens = output_tokens if exchange.has_one_choice else None
         outcome = Outcome.REFUSED if 400 <= status < 500 else Outcome.ANSWERED
         exchange.reservation.finish(
-            outcome, completion_tokens, cached_tokens, told=exchange.told_by(usage)
+            outcome, completion_tokens, cached_tokens, told=exchange.told_tokens
         )
         account.count(status)
 

@@ -6,8 +6,7 @@ field that changes is written by the one part that is named above it, and read b
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moongate.gateway.auth.access import Meter
@@ -55,7 +54,8 @@ class Exchange:
     handoff: HandoffRun | None = None
 
     # Written by `engine_answers.py`, while the answer passes.
-    usage: UsageReader = field(default_factory=UsageReader)  # of a stream, as far as it has come
+    # Of a stream, as far as it has come; of another answer once it is complete.
+    usage: UsageReader = field(default_factory=UsageReader)
     is_stream: bool = False  # of events, and it has begun
     opening: Sequence[bytes] = ()  # of a stream: its first events, as the client got them
 
@@ -70,15 +70,8 @@ class Exchange:
         return self.read.prompt is not None and self.read.prompt.is_exact
 
     def told_tokens(self) -> ToldTokens:
-        """Return what a stream has come to, as far as it came."""
-        return _told(self, self.usage)
-
-    def told_by(self, usage: UsageReader) -> Callable[[], ToldTokens]:
-        """Return what tells what a whole answer came to."""
-        return functools.partial(_told, self, usage)
-
-
-def _told(exchange: Exchange, usage: UsageReader) -> ToldTokens:
-    told = usage.completion_tokens()
-    generated = told if told is not None or not exchange.is_stream else usage.events
-    return ToldTokens(generated, usage.prompt_tokens() if exchange.route.is_cached else None)
+        """Return what the answer has come to: all of it, or a stream as far as it came."""
+        usage = self.usage
+        told = usage.completion_tokens()
+        generated = told if told is not None or not self.is_stream else usage.events
+        return ToldTokens(generated, usage.prompt_tokens() if self.route.is_cached else None)

@@ -67,6 +67,19 @@ class Received:
 Handler = Callable[[Received], Awaitable[None]]
 
 
+def streaming_until(may_end: asyncio.Event) -> Handler:
+    """Return what begins a stream at once, and ends it when it may."""
+
+    async def stream(request: Received) -> None:
+        await request.start_stream()
+        await request.send_chunk(b'data: {"choices":[]}\n\n')
+        await may_end.wait()
+        await request.send_chunk(b"data: [DONE]\n\n")
+        await request.send_chunk(b"")
+
+    return stream
+
+
 def chat_answer(text: str = "ok", cached_tokens: int | None = None) -> bytes:
     usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11}
     if cached_tokens is not None:

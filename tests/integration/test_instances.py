@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from fake_engine import FakeEngine, Received
+from fake_engine import FakeEngine, Received, streaming_until
 from live_gateway import LiveGateway, live_gateway, until
 from pd_fleet import SLOW_DECODE, running
 
@@ -136,15 +136,8 @@ async def test_a_record_of_another_cache_replaces_the_instance(pair: Pair) -> No
 async def test_what_may_change_under_an_instance_changes_while_it_works() -> None:
     may_end = asyncio.Event()
 
-    async def stream(request: Received) -> None:
-        await request.start_stream()
-        await request.send_chunk(b'data: {"choices":[]}\n\n')
-        await may_end.wait()
-        await request.send_chunk(b"data: [DONE]\n\n")
-        await request.send_chunk(b"")
-
     drain = {"limit_s": 0.2}
-    async with FakeEngine(stream) as engine:
+    async with FakeEngine(streaming_until(may_end)) as engine:
         async with live_gateway([], instances=[], wait_ready=False, drain=drain) as gateway:
 
             async def put(**fields: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_engine import FakeEngine, Handler, Received, chat_answer
+from fake_engine import FakeEngine, Handler, Received, chat_answer, streaming_until
 from live_gateway import LiveGateway, live_gateway, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -142,13 +142,6 @@ async def test_c49_an_instance_that_fails_is_tried_again_by_one_request_at_a_tim
 async def test_a_trial_that_streams_for_long_keeps_nobody_out() -> None:
     may_end = asyncio.Event()
 
-    async def stream(request: Received) -> None:
-        await request.start_stream()
-        await request.send_chunk(b'data: {"choices":[]}\n\n')
-        await may_end.wait()
-        await request.send_chunk(b"data: [DONE]\n\n")
-        await request.send_chunk(b"")
-
     breaker = {"open_s": 0.3}
     async with FakeEngine(refusing(503)) as a, FakeEngine() as b:
         urls = [a.url, b.url]
@@ -156,7 +149,7 @@ async def test_a_trial_that_streams_for_long_keeps_nobody_out() -> None:
             for _ in range(2):
                 assert (await gateway.chat()).status_code == 200
             await until(lambda: _is_half_open(gateway))
-            a.handler = stream
+            a.handler = streaming_until(may_end)
             streams = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
             await until(lambda: len(a.received) == 2)
             await until(lambda: _is_closed(gateway))

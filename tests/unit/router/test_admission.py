@@ -36,7 +36,7 @@ from moongate.router import (
     WakeAt,
     WakeUp,
 )
-from moongate.router.admission import AdmissionLimits, StartRate
+from moongate.router.admission import AdmissionLimits, StartRate, find_speed
 from moongate.router.invariants import check
 
 from .builders import MODEL, SPACE, A, B, add, chain, facts, make_core, request
@@ -423,8 +423,8 @@ def test_a_standstill_makes_the_expected_wait_longer() -> None:
     rate.began(0.0)
     for second in range(1, 11):
         rate.started(100, float(second))
-    assert rate.find_tokens_per_s(10.0) == pytest.approx(100.0)
-    later = rate.find_tokens_per_s(20.0)
+    assert find_speed([rate], 10.0) == pytest.approx(100.0)
+    later = find_speed([rate], 20.0)
     assert later is not None
     assert 30.0 < later < 60.0
 
@@ -437,7 +437,7 @@ def test_the_pace_of_long_ago_counts_little() -> None:
     rate.began(1000.0)
     for n in range(1, 31):
         rate.started(100, 1000.0 + n * 2)
-    assert rate.find_tokens_per_s(1060.0) == pytest.approx(50.0, rel=0.05)
+    assert find_speed([rate], 1060.0) == pytest.approx(50.0, rel=0.05)
 
 
 # --- short and long -------------------------------------------------------------------------------
